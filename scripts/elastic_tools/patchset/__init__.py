@@ -1,0 +1,1 @@
+"""The patch series: what it is (`series`), how it is edited (`tree`), tested (`check`) and installed (`install`)."""
