@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of the elastic KV cache (``--elastic-kv-config``)."""
+
+import re
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import field_validator
+
+from vllm.config.utils import config
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_LIMIT = 2**62
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+def parse_size(value: Any) -> int:
+    """Bytes in `value`: a whole number of bytes, or text such as ``"512MiB"``.
+
+    Raises:
+        ValueError: It is not a positive, finite size. The message names the value.
+
+    """
+    if isinstance(value, int) and abs(value) >= _LIMIT:  # too long to be shown
+        raise ValueError("A size of 4 EiB or more is not a size: give bytes as a whole number below that.")
+    wanted = f"{value!r} is not a size: give bytes as a whole number, or text such as '512MiB' or '1.5GiB'"
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError(wanted)
+        number = float(match[1]) * _UNITS[match[2].upper()]
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        number = value
+    else:
+        raise ValueError(wanted)
+    if not 1 <= number < _LIMIT or number != int(number):  # NaN compares false
+        raise ValueError(wanted)
+    return int(number)
+
+
+@config
+class ElasticKVConfig:
+    """Configuration of the elastic KV cache: a cache that grows and shrinks
+    while the engine runs. Sizes are bytes, or text with a unit (KiB, MiB, GiB,
+    TiB), and count on every rank, as `--kv-cache-memory-bytes` does.
+    """
+
+    base: int | str | None = None
+    """What always stays resident. A shrink never goes below it. Without it,
+    one chunk: the smallest run of blocks that the page driver can map."""
+
+    start: int | str | None = None
+    """What is resident when the engine starts. The same as
+    `--kv-cache-memory-bytes`, of which only one may be given. Without it, what
+    the engine would have taken for a cache of fixed size."""
+
+    capacity: int | str | None = None
+    """What the cache may grow to. Address space is reserved for it at start-up,
+    memory is not. Without it, what the device could hold at start-up."""
+
+    policy: Literal["static"] = "static"
+    """Who decides the size. `static`: it stays until someone asks for another
+    one, through `POST /elastic_kv/resize` or `LLM.resize_kv_cache`."""
+
+    admin_api: bool | None = None
+    """Whether `POST /elastic_kv/resize` is served. Without it, only if the
+    server has an API key, which the route then asks for."""
+
+    driver: Literal["auto", "host", "cuda"] = "auto"
+    """Which page driver maps the memory. `auto` takes the one for the device
+    that the engine runs on: `host` for a CPU, `cuda` for an NVIDIA GPU."""
+
+    @field_validator("base", "start", "capacity", mode="before")
+    @classmethod
+    def _to_bytes(cls, value: Any) -> int | None:
+        return None if value is None else parse_size(value)
+
+    def __post_init__(self) -> None:
+        for low, high in (("base", "start"), ("start", "capacity"), ("base", "capacity")):
+            smaller, larger = self.size(low), self.size(high)
+            if smaller is not None and larger is not None and smaller > larger:
+                raise ValueError(
+                    f"elastic_kv_config: {low} ({smaller} bytes) is larger than {high} ({larger} bytes)"
+                )
+
+    def size(self, name: Literal["base", "start", "capacity"]) -> int | None:
+        """The named size in bytes, or None where it was not given."""
+        value = getattr(self, name)
+        return None if value is None else parse_size(value)
+
+    def verify_and_update(self, vllm_config: "VllmConfig") -> None:
+        """Refuse what an elastic cache cannot serve, and make `start` the size
+        that the engine begins with.
+
+        Raises:
+            ValueError: A setting of `vllm_config` excludes an elastic cache.
+
+        """
+        cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+        refused = {
+            "a KV connector (--kv-transfer-config), which may hold on to addresses whose pages come and go": (
+                vllm_config.kv_transfer_config is not None
+            ),
+            "sleep mode (--enable-sleep-mode), which takes the cache away by its own allocator": (
+                vllm_config.model_config is not None and vllm_config.model_config.enable_sleep_mode
+            ),
+            "--num-gpu-blocks-override, which fixes the number of blocks; use start and capacity": (
+                cache.num_gpu_blocks_override is not None
+            ),
+            f"--data-parallel-size {parallel.data_parallel_size}": parallel.data_parallel_size > 1,
+            f"--pipeline-parallel-size {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
+            f"--decode-context-parallel-size {parallel.decode_context_parallel_size}": (
+                parallel.decode_context_parallel_size > 1
+            ),
+            "elastic expert parallelism (--enable-elastic-ep)": parallel.enable_elastic_ep,
+            "HiSparse, which keeps a second pool of blocks": (
+                vllm_config.attention_config.hisparse_config is not None
+            ),
+        }
+        for reason, present in refused.items():
+            if present:
+                raise ValueError(f"The elastic KV cache does not work with {reason}.")
+        start = self.size("start")
+        if start is None:
+            return
+        if cache.kv_cache_memory_bytes not in (None, start):
+            raise ValueError(
+                f"Give either elastic_kv_config start ({start} bytes) or --kv-cache-memory-bytes "
+                f"({cache.kv_cache_memory_bytes}), not both."
+            )
+        cache.kv_cache_memory_bytes = start

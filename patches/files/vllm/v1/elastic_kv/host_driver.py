@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of host memory: anonymous mappings, moved behind their address by mremap.
+
+Moving a mapping re-points page tables and copies nothing. Anonymous memory gets
+huge pages where the system allows it, which shared memory mostly does not.
+Sources: mmap(2), mremap(2), madvise(2), mincore(2), proc_sys_vm(5), cgroups(7).
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from .page_driver import OutOfMemoryError, PageDriver, PageDriverError
+
+if TYPE_CHECKING:
+    import torch
+
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_MREMAP_MAYMOVE = 1
+_MREMAP_FIXED = 2
+_MREMAP_DONTUNMAP = 4
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23
+_HUGE_PAGE = 2 << 20
+_WINDOW = 1 << 30  # bytes asked of mincore at a time
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _name, _arguments in {
+    "mmap": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+    "mremap": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p),
+    "munmap": (ctypes.c_void_p, ctypes.c_size_t),
+    "madvise": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
+    "mincore": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p),
+}.items():
+    getattr(_libc, _name).argtypes = _arguments
+    getattr(_libc, _name).restype = ctypes.c_void_p if _name in ("mmap", "mremap") else ctypes.c_int
+
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class HostPageDriver(PageDriver):
+    """Host memory behind the rules of `PageDriver`. A handle is an anonymous
+    mapping with pages; until it is mapped, it lies at an address of its own.
+    """
+
+    name = "host"
+    device = "host"
+
+    def __init__(self) -> None:
+        self._at: dict[int, tuple[int, int]] = {}  # handle -> where its pages are now, bytes
+        self._mapped: set[int] = set()
+        self._next_handle = 1
+
+    @property
+    def granule(self) -> int:
+        return mmap.PAGESIZE
+
+    @property
+    def max_mappings(self) -> int:
+        # Half of what a process may have: a mapping in the middle of a reservation splits it in
+        # two, and the engine has mappings of its own.
+        return int(Path("/proc/sys/vm/max_map_count").read_text()) // 2
+
+    def reserve(self, nbytes: int) -> int:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        return self._address("mmap", nbytes, None, nbytes, 0, flags, -1, 0)
+
+    def unreserve(self, address: int, nbytes: int) -> None:
+        self._status("munmap", nbytes, address, nbytes)
+
+    def create(self, nbytes: int) -> int:
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        address = self._address(
+            "mmap", nbytes, None, nbytes, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
+        )
+        try:
+            if nbytes >= _HUGE_PAGE:
+                # Advice only: EINVAL on a kernel that has no huge pages changes nothing.
+                _libc.madvise(address, nbytes, _MADV_HUGEPAGE)
+            # Fault the pages in now, so that what is resident is what was asked for.
+            self._status("madvise", nbytes, address, nbytes, _MADV_POPULATE_WRITE)
+        except PageDriverError:
+            _libc.munmap(address, nbytes)
+            raise
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
+        self._at[handle] = (address, nbytes)
+        return handle
+
+    def release(self, handle: int) -> None:
+        address, nbytes = self._at[handle]
+        if handle in self._mapped:
+            raise ValueError(f"handle {handle} is still mapped at {address:#x}")
+        self._status("munmap", nbytes, address, nbytes)
+        del self._at[handle]
+
+    def map(self, address: int, handle: int) -> None:
+        source, nbytes = self._at[handle]
+        if handle in self._mapped:
+            raise ValueError(f"handle {handle} is already mapped at {source:#x}")
+        flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
+        self._address("mremap", nbytes, source, nbytes, nbytes, flags, address)
+        self._at[handle] = (address, nbytes)
+        self._mapped.add(handle)
+
+    def unmap(self, handle: int) -> None:
+        address, nbytes = self._at[handle]
+        if handle not in self._mapped:
+            raise ValueError(f"handle {handle} is not mapped")
+        # DONTUNMAP keeps the range occupied until the reservation covers it again. Without it,
+        # another thread's mmap could be given the hole.
+        flags = _MREMAP_MAYMOVE | _MREMAP_DONTUNMAP
+        away = self._address("mremap", nbytes, address, nbytes, nbytes, flags, None)
+        try:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+            self._address("mmap", nbytes, address, nbytes, 0, flags, -1, 0)
+        except PageDriverError:
+            flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
+            self._address("mremap", nbytes, away, nbytes, nbytes, flags, address)
+            raise
+        self._at[handle] = (away, nbytes)
+        self._mapped.discard(handle)
+
+    def synchronize(self) -> None:
+        """Nothing runs on the host beside the thread that calls this."""
+
+    def available_bytes(self) -> int:
+        available = psutil.virtual_memory().available
+        limit, used = _cgroup_memory()
+        return available if limit is None else max(0, min(available, limit - used))
+
+    def total_bytes(self) -> int:
+        total = psutil.virtual_memory().total
+        limit, _ = _cgroup_memory()
+        return total if limit is None else min(total, limit)
+
+    def reported_bytes(self, address: int, nbytes: int) -> int:
+        resident = 0
+        for start in range(0, nbytes, _WINDOW):
+            length = min(_WINDOW, nbytes - start)
+            pages = ctypes.create_string_buffer(-(-length // mmap.PAGESIZE))
+            self._status("mincore", length, address + start, length, pages)
+            # Bit 0 tells that a page is resident; the other bits are not used.
+            resident += pages.raw.count(b"\x01")
+        return resident * mmap.PAGESIZE
+
+    def tensor(self, address: int, nbytes: int) -> "torch.Tensor":
+        import torch
+
+        return torch.frombuffer((ctypes.c_int8 * nbytes).from_address(address), dtype=torch.int8)
+
+    def _address(self, call: str, nbytes: int, *arguments: int | None) -> int:
+        address = getattr(_libc, call)(*arguments)
+        if address == _FAILED:
+            raise self._error(call, nbytes)
+        return address
+
+    def _status(self, call: str, nbytes: int, *arguments: object) -> None:
+        if getattr(_libc, call)(*arguments) != 0:
+            raise self._error(call, nbytes)
+
+    def _error(self, call: str, nbytes: int) -> PageDriverError:
+        number = ctypes.get_errno()
+        # madvise tells EFAULT where populating failed for want of memory (madvise(2)).
+        no_memory = number == errno.ENOMEM or (call == "madvise" and number == errno.EFAULT)
+        kind = OutOfMemoryError if no_memory else PageDriverError
+        return kind(call, errno.errorcode.get(number, str(number)), nbytes, self.device, os.strerror(number))
+
+
+def _cgroup_memory() -> tuple[int | None, int]:
+    """Limit and use of the memory cgroup in bytes; `(None, 0)` where there is no limit.
+
+    Page cache that can be dropped does not count as used.
+    """
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        if limit == "max":
+            return None, 0
+        used = int((root / "memory.current").read_text())
+        statistics = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+    except OSError:  # no unified hierarchy here, or this is its root, which has no limit
+        return None, 0
+    return int(limit), used - int(statistics.get("inactive_file", 0))

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a page driver does, and how it fails."""
+
+import os
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+
+class PageDriverError(RuntimeError):
+    """A call to the system or the driver failed.
+
+    Attributes:
+        call: The call that failed, by the name its manual page has.
+        code: The error code, by name.
+        nbytes: The bytes that the call was about.
+        device: Where, e.g. `host` or `cuda:0`.
+
+    """
+
+    def __init__(self, call: str, code: str, nbytes: int, device: str, hint: str = "") -> None:
+        super().__init__(f"{call} of {nbytes} bytes on {device} failed: {code}{hint and f' ({hint})'}")
+        self.call, self.code, self.nbytes, self.device = call, code, nbytes, device
+
+
+class OutOfMemoryError(PageDriverError):
+    """There is no memory, or no address space, for the call. A later call may succeed."""
+
+
+class PageDriver(ABC):
+    """Reserves address ranges and moves physical pages behind them; nothing else.
+
+    The rules are those of CUDA's virtual memory management (cuMemAddressReserve,
+    cuMemCreate, cuMemMap, cuMemUnmap, cuMemRelease), for every driver:
+
+    - Addresses and sizes are multiples of `granule`.
+    - A handle is mapped whole, to at most one address, and unmapped whole.
+    - New pages read as zero. Reserved addresses without pages may not be touched.
+    - A handle must be unmapped before it is released.
+    - `unmap` does not wait for work that uses the pages: call `synchronize` first.
+    """
+
+    name: ClassVar[str]
+    device: str
+
+    @property
+    @abstractmethod
+    def granule(self) -> int:
+        """Bytes that can be mapped at least."""
+
+    @property
+    @abstractmethod
+    def max_mappings(self) -> int | None:
+        """Handles that can be mapped at one time, or None where nothing limits them."""
+
+    @abstractmethod
+    def reserve(self, nbytes: int) -> int:
+        """Reserve `nbytes` of addresses, without memory. Returns the first address."""
+
+    @abstractmethod
+    def unreserve(self, address: int, nbytes: int) -> None:
+        """Give back a whole reservation in which nothing is mapped."""
+
+    @abstractmethod
+    def create(self, nbytes: int) -> int:
+        """Take `nbytes` of physical memory. Returns a handle.
+
+        Raises:
+            OutOfMemoryError: The device has no such memory now.
+
+        """
+
+    @abstractmethod
+    def release(self, handle: int) -> None:
+        """Give the memory of an unmapped handle back to the device."""
+
+    @abstractmethod
+    def map(self, address: int, handle: int) -> None:
+        """Put the pages of `handle` behind `address`, readable and writable."""
+
+    @abstractmethod
+    def unmap(self, handle: int) -> None:
+        """Take the pages of `handle` away from its address, which stays reserved."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until no submitted work can touch mapped pages any more."""
+
+    @abstractmethod
+    def available_bytes(self) -> int:
+        """Memory that `create` could get at this moment."""
+
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """Memory that the device has."""
+
+    @abstractmethod
+    def reported_bytes(self, address: int, nbytes: int) -> int:
+        """Physical memory behind a range, as the system or the driver tells it."""
+
+    @abstractmethod
+    def tensor(self, address: int, nbytes: int) -> "torch.Tensor":
+        """An int8 tensor of shape `[nbytes]` over the range, without a copy.
+
+        It sees every later `map` and `unmap`, and does not own the range.
+        """
+
+
+def make_driver(name: str, device_type: str) -> PageDriver:
+    """The page driver called `name` (`auto`: the one for `device_type`).
+
+    Raises:
+        ValueError: There is none for that device.
+
+    """
+    if name == "auto":
+        name = {"cpu": "host", "cuda": "cuda"}.get(device_type, device_type)
+    if name == "host" and device_type == "cpu":
+        from .host_driver import HostPageDriver
+
+        return HostPageDriver()
+    raise ValueError(
+        f"The elastic KV cache has no page driver {name!r} for device type {device_type!r} in this release; "
+        "it has 'host' for 'cpu'."
+    )
+
+
+def node_name() -> str:
+    """Names the machine whose memory a host driver takes, equal on ranks that share it."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{os.uname().nodename}/{file.read().strip()}"

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes an elastic cache at start-up, in the engine core."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv, round_down, round_up
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.elastic_kv import worker_side
+from vllm.v1.elastic_kv.layout import ElasticKVLayout, chunk_blocks_of, segments_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.elastic_kv import ElasticKVConfig
+    from vllm.v1.elastic_kv.worker_side import ProbeReport
+    from vllm.v1.executor import Executor
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger(__name__)
+
+
+def make_elastic(
+    vllm_config: "VllmConfig", executor: "Executor", kv_cache_configs: Sequence["KVCacheConfig"]
+) -> list["KVCacheConfig"]:
+    """Lay the cache out for its capacity, with as many blocks resident as upstream chose.
+
+    Args:
+        vllm_config: The engine's configuration, with `elastic_kv_config` set.
+        executor: Reaches the workers, which have no cache yet.
+        kv_cache_configs: What upstream would allocate, one per rank.
+
+    Returns:
+        One config per rank: `num_blocks` are the resident blocks, `elastic_kv`
+        tells the rest, and the tensors are placed for the capacity.
+
+    Raises:
+        ValueError: The model or a size cannot be served; the message says why.
+
+    """
+    config = vllm_config.elastic_kv_config
+    assert config is not None
+    for kv_cache_config in kv_cache_configs:
+        _refuse_models(kv_cache_config)
+    probes = executor.collective_rpc(worker_side.probe, args=(config.driver,))
+    block_bytes = [_bytes_per_block(kv_cache_config) for kv_cache_config in kv_cache_configs]
+    layout = _layout(config, kv_cache_configs, block_bytes, probes)
+    logger.info(
+        "Elastic KV cache: %d of up to %d blocks resident (base %d, chunks of %d blocks, %d bytes a block, "
+        "page driver %s)",
+        layout.start_blocks,
+        layout.capacity_blocks,
+        layout.base_blocks,
+        layout.chunk_blocks,
+        max(block_bytes),
+        layout.driver,
+    )
+    elastic = []
+    for kv_cache_config, nbytes in zip(kv_cache_configs, block_bytes, strict=True):
+        at_capacity = get_kv_cache_config_from_groups(
+            vllm_config, kv_cache_config.kv_cache_groups, nbytes * layout.capacity_blocks
+        )
+        assert at_capacity.num_blocks == layout.capacity_blocks
+        elastic.append(
+            replace(
+                kv_cache_config,
+                num_blocks=layout.start_blocks,
+                kv_cache_tensors=at_capacity.kv_cache_tensors,
+                elastic_kv=replace(layout),
+            )
+        )
+    return elastic
+
+
+def _layout(
+    config: "ElasticKVConfig",
+    kv_cache_configs: Sequence["KVCacheConfig"],
+    block_bytes: Sequence[int],
+    probes: Sequence["ProbeReport"],
+) -> ElasticKVLayout:
+    upstream_blocks = kv_cache_configs[0].num_blocks
+    largest = max(block_bytes)
+    ranks_on = Counter(probe["node"] for probe in probes)
+    sharing = [ranks_on[probe["node"]] if probe["node"] else 1 for probe in probes]
+
+    capacity = config.size("capacity")
+    if capacity is None:
+        # What the device could hold now: the cache is not allocated yet.
+        free = min(
+            probe["available_bytes"] // ranks // nbytes
+            for probe, ranks, nbytes in zip(probes, sharing, block_bytes, strict=True)
+        )
+        capacity_blocks = max(free, upstream_blocks)
+    else:
+        for rank, (probe, ranks) in enumerate(zip(probes, sharing, strict=True)):
+            if capacity * ranks > probe["total_bytes"]:
+                raise ValueError(
+                    f"elastic_kv_config capacity ({capacity} bytes on each of {ranks} ranks that share the device) is "
+                    f"more than the device of rank {rank} has ({probe['total_bytes']} bytes)."
+                )
+        capacity_blocks = capacity // largest
+
+    chunk = _chunk_blocks(kv_cache_configs, probes, capacity_blocks)
+    capacity_blocks = round_down(capacity_blocks, chunk) if capacity else round_up(capacity_blocks, chunk)
+    if capacity_blocks < upstream_blocks:
+        raise ValueError(
+            f"elastic_kv_config capacity ({capacity} bytes, {capacity_blocks} blocks of {largest} bytes in chunks of "
+            f"{chunk}) is less than the cache starts with ({upstream_blocks} blocks); give a larger capacity, or a "
+            "smaller start."
+        )
+    base_blocks = round_up(max(cdiv(config.size("base") or 1, largest), 1), chunk)
+    start_blocks = min(round_up(upstream_blocks, chunk), capacity_blocks)
+    if base_blocks > start_blocks:
+        raise ValueError(
+            f"elastic_kv_config base ({config.base} bytes, {base_blocks} blocks of {largest} bytes in chunks of "
+            f"{chunk}) is more than the cache starts with ({start_blocks} blocks)."
+        )
+    return ElasticKVLayout(
+        base_blocks=base_blocks,
+        start_blocks=start_blocks,
+        capacity_blocks=capacity_blocks,
+        chunk_blocks=chunk,
+        driver=probes[0]["driver"],
+    )
+
+
+def _chunk_blocks(
+    kv_cache_configs: Sequence["KVCacheConfig"], probes: Sequence["ProbeReport"], capacity_blocks: int
+) -> int:
+    """The chunk that suits every rank."""
+    sizes = []
+    for kv_cache_config, probe in zip(kv_cache_configs, probes, strict=True):
+        try:
+            segments = segments_of(kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks)
+        except ValueError as error:
+            raise ValueError(f"The elastic KV cache cannot map this model's KV cache layout: {error}.") from error
+        strides = [segment.stride for segment in segments]
+        sizes.append(chunk_blocks_of(strides, probe["granule"], capacity_blocks, probe["max_mappings"]))
+    if len(set(sizes)) != 1:
+        raise ValueError(f"The ranks need chunks of different sizes ({sizes} blocks); an elastic cache needs one.")
+    return sizes[0]
+
+
+def _bytes_per_block(kv_cache_config: "KVCacheConfig") -> int:
+    return kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
+
+
+def _refuse_models(kv_cache_config: "KVCacheConfig") -> None:
+    if not kv_cache_config.kv_cache_tensors:
+        raise ValueError("The elastic KV cache needs a model that has a KV cache; this one has none.")
+    refused = {
+        "state-space (Mamba) layers": kv_cache_config.has_mamba_layers,
+        "KV caches of different precision in one model": kv_cache_config.has_mixed_precision_kv_cache,
+        "a KV cache that is kept on the host": any(group.host_resident for group in kv_cache_config.kv_cache_groups),
+    }
+    for reason, present in refused.items():
+        if present:
+            raise ValueError(f"The elastic KV cache does not support {reason} yet.")

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine core tells the front end about an elastic cache."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class ElasticKVStats:
+    """Sizes now, in blocks and bytes per rank, and the resizes that ended since
+    the last time, each as `ResizeResult.to_dict` gives it.
+    """
+
+    resident_blocks: int
+    capacity_blocks: int
+    base_blocks: int
+    block_bytes: int
+    reported_bytes: int
+    resizes: list[dict[str, Any]] = field(default_factory=list)

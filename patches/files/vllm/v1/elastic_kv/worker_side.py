@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The elastic cache of one rank. The engine core calls these functions on every
+worker, and gets plain values back: what went wrong on a rank is part of its report.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from vllm.logger import init_logger
+from vllm.v1.elastic_kv.arena import KVArena
+from vllm.v1.elastic_kv.layout import segments_of
+from vllm.v1.elastic_kv.page_driver import PageDriverError, make_driver, node_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger(__name__)
+
+
+class ProbeReport(TypedDict):
+    """What a rank's device and driver offer, in bytes."""
+
+    driver: str
+    node: str | None  # ranks with the same name share their memory; None: a device of its own
+    granule: int
+    max_mappings: int | None
+    available_bytes: int
+    total_bytes: int
+
+
+class RankReport(TypedDict):
+    """The state of a rank after a call, and whether the call failed."""
+
+    rank: int
+    error: str | None
+    elapsed_ms: float
+    resident_bytes: int
+    reported_bytes: int
+    handles: int
+
+
+def allocate(kv_cache_config: "KVCacheConfig", device: "torch.device") -> "torch.Tensor":
+    """Reserve the cache's range on this rank and attach what it starts with.
+
+    Returns:
+        The int8 buffer of shape `[capacity bytes]` that all layers are views of.
+
+    Raises:
+        PageDriverError: There is no address space for the capacity, or no memory
+            for the start.
+
+    """
+    layout = kv_cache_config.elastic_kv
+    assert layout is not None
+    segments = segments_of(kv_cache_config.kv_cache_tensors, layout.capacity_blocks)
+    arena = KVArena(make_driver(layout.driver, device.type), segments, layout.chunk_blocks, layout.capacity_chunks)
+    try:
+        arena.attach(range(layout.start_blocks // layout.chunk_blocks))
+    except PageDriverError:
+        arena.close()
+        raise
+    layout.arena = arena
+    logger.info(
+        "Elastic KV cache: reserved %d bytes in %d segments at %#x, of which %d are resident",
+        arena.nbytes,
+        len(segments),
+        arena.address,
+        arena.resident_bytes,
+    )
+    return arena.tensor()
+
+
+def probe(worker: Any, driver: str) -> ProbeReport:
+    """What this rank's device offers to the page driver called `driver`."""
+    page_driver = make_driver(driver, worker.device.type)
+    return ProbeReport(
+        driver=page_driver.name,
+        node=node_name() if page_driver.name == "host" else None,
+        granule=page_driver.granule,
+        max_mappings=page_driver.max_mappings,
+        available_bytes=page_driver.available_bytes(),
+        total_bytes=page_driver.total_bytes(),
+    )
+
+
+def attach(worker: Any, chunks: Sequence[int]) -> RankReport:
+    """Give pages to `chunks` on this rank, all or none."""
+    return _report(worker, lambda arena: arena.attach(chunks))
+
+
+def detach(worker: Any, chunks: Sequence[int]) -> RankReport:
+    """Take the pages of `chunks` away on this rank, all or none."""
+    return _report(worker, lambda arena: arena.detach(chunks))
+
+
+def measure(worker: Any) -> RankReport:
+    """Tell this rank's state and change nothing."""
+    return _report(worker, lambda arena: None)
+
+
+def _report(worker: Any, call: Callable[[KVArena], None]) -> RankReport:
+    arena = worker.model_runner.kv_cache_config.elastic_kv.arena
+    error = None
+    start = time.perf_counter()
+    try:
+        call(arena)
+    except PageDriverError as failure:
+        error = "; ".join([str(failure), *getattr(failure, "__notes__", [])])
+    elapsed_ms = (time.perf_counter() - start) * 1000
+    return RankReport(
+        rank=worker.rank,
+        error=error,
+        elapsed_ms=elapsed_ms,
+        resident_bytes=arena.resident_bytes,
+        reported_bytes=arena.reported_bytes(),
+        handles=arena.num_handles,
+    )
+
+
+def on_ranks(
+    worker: Any, function: Callable[[Any, Sequence[int]], RankReport], ranks: Sequence[int], chunks: Sequence[int]
+) -> RankReport:
+    """Call `function` if this rank is one of `ranks`; tell the state in any case."""
+    return function(worker, chunks) if worker.rank in ranks else measure(worker)
