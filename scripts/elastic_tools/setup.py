@@ -34,6 +34,7 @@ REQUIREMENTS = ROOT / "configs" / "requirements"
 UPSTREAM = CACHE / "upstream"
 PYTHON = VENV / "bin" / "python"
 ATTEMPTS = 3
+APPLIED, NOT_APPLIED, MODIFIED, OTHER_SERIES = 0, 3, 5, 6  # what `patchset status` exits with
 
 
 class SetupError(Exception):
@@ -168,14 +169,7 @@ def check_engine(version: str) -> None:
 
 def patchset(verb: str) -> subprocess.CompletedProcess[str]:
     """Runs ``scripts/patchset VERB .venv``."""
-    return subprocess.run([PYTHON, ROOT / "scripts" / "patchset", verb, VENV], capture_output=True, text=True, cwd=ROOT)
-
-
-def patches_key() -> str:
-    """Changes whenever a patch or a new module does."""
-    folder = ROOT / "patches"
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return digest(*(part for path in files for part in (str(path.relative_to(folder)), path)))
+    return subprocess.run([sys.executable, ROOT / "scripts" / "patchset", verb, VENV], capture_output=True, text=True, cwd=ROOT)
 
 
 def keep_upstream() -> None:
@@ -201,14 +195,31 @@ def link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
+def revert_patches() -> None:
+    """Upstream's files again, where there is an engine and it carries patches."""
+    if (site_packages() / "vllm" / "__init__.py").exists() and patchset("status").returncode != NOT_APPLIED:
+        expect(patchset("revert"))
+
+
 def apply_patches() -> None:
     """The environment carries this checkout's patches, whatever it carried before."""
-    result = patchset("apply")
-    if result.returncode != 0:
+    state = patchset("status")
+    if state.returncode == APPLIED:
+        return
+    if state.returncode == MODIFIED:
+        raise SetupError(
+            f"files of the installed engine were changed by hand:\n{state.stdout.rstrip()}\n"
+            "Bring the changes into patches/, or say scripts/setup --force to start from a clean engine."
+        )
+    if state.returncode == OTHER_SERIES:
         patchset("revert")
-        result = patchset("apply")
+    timed("patches", lambda: expect(patchset("apply")))
+
+
+def expect(result: subprocess.CompletedProcess[str]) -> None:
+    """Fails with what patchset printed, where it failed."""
     if result.returncode != 0:
-        raise SetupError(f"the patches do not apply:\n{result.stdout}{result.stderr}".rstrip())
+        raise SetupError(f"the patches cannot be applied or taken back:\n{result.stdout}{result.stderr}".rstrip())
 
 
 # --- pip -------------------------------------------------------------------------------------------------------------
@@ -349,36 +360,25 @@ def set_up(engine: str, dev: bool = True, patches: bool = True) -> None:
             continue
         if step.name in ("venv", "torch", "engine"):
             redo = True  # what comes after was made for what is about to change
-            stamp = {} if step.name == "venv" else {name: stamp[name] for name in stamp if name not in ("copy", "patches")}
+            stamp = {name: key for name, key in stamp.items() if name != "copy" and step.name != "venv"}
         stamp.pop(step.name, None)
         if stamp:
             write_stamp(stamp)
         else:
             STAMP.unlink(missing_ok=True)
-        if step.name == "engine" and "venv" in stamp and (ROOT / "scripts" / "patchset").exists():
-            patchset("revert")  # pip takes away only what it brought
+        if step.name == "engine":
+            revert_patches()  # pip takes away only what it brought
         timed(step.name, step.run)
         stamp[step.name] = step.key
         write_stamp(stamp)
 
-    tool = ROOT / "scripts" / "patchset"
     if stamp.get("copy") != stamp["engine"] or not (UPSTREAM / "vllm" / "__init__.py").exists():
-        if "patches" in stamp:
-            patchset("revert")
-            del stamp["patches"]
+        revert_patches()
         timed("unpatched copy", keep_upstream)
         stamp["copy"] = stamp["engine"]
         write_stamp(stamp)
-
-    if not patches or not tool.exists():
-        return
-    key = patches_key()
-    if stamp.get("patches") != key:
-        stamp.pop("patches", None)
-        write_stamp(stamp)
-        timed("patches", apply_patches)
-        stamp["patches"] = key
-        write_stamp(stamp)
+    if patches:
+        apply_patches()
 
 
 def main() -> int:
