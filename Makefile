@@ -1,0 +1,47 @@
+# Every command of this repository. `make` alone lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup serve demo test lint format tree refresh check bench lock clean
+
+PY := .venv/bin/python
+export MODEL HOST PORT ELASTIC
+
+help: ## List the commands
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## Make .venv with the pinned, patched engine and the tools
+	@scripts/setup
+
+serve: ## Serve a model with the elastic KV cache (MODEL=, HOST=, PORT=, ELASTIC=off, ARGS='...' for vllm serve)
+	@scripts/serve $(ARGS)
+
+demo: setup ## Watch a server grow and shrink its cache under load
+	@scripts/demo $(ARGS)
+
+test: ## Run all tests (ARGS='...' for pytest)
+	@scripts/test $(ARGS)
+
+lint: setup ## Check style, types, shell scripts and spelling
+	@scripts/lint
+
+format: setup ## Bring the Python files into the house style
+	@$(PY) -m ruff check --fix-only . && $(PY) -m ruff format .
+
+tree: ## Make .tree, an upstream checkout with one commit per patch
+	@scripts/patchset tree $(ARGS)
+
+refresh: ## Write the commits of .tree back to patches/
+	@scripts/patchset refresh
+
+check: ## Check the patch series
+	@scripts/patchset check
+
+bench: setup ## Run the benchmarks (ARGS='...' for scripts/bench)
+	@scripts/bench $(ARGS)
+
+lock: setup ## Resolve configs/requirements and the pins into configs/locks (ARGS=--upgrade for newer versions)
+	@PYTHONPATH=scripts $(PY) -m elastic_tools.lock $(ARGS)
+
+clean: ## Remove everything that was made: .venv, .cache, .tree
+	@rm -rf .venv .cache .tree .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
