@@ -100,6 +100,8 @@ def small_tree(series: Series, source: Path, into: Path) -> None:
     """A repository as `tree` makes it, with only the files that the series touches: the patches are the same."""
     git.init(into)
     for path in series.touched():
+        if not (source / path).is_file():
+            raise Refusal(f"{path} is missing, which the series changes.")
         place = into / path
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes((source / path).read_bytes())
@@ -129,6 +131,8 @@ def main(project: Project) -> int:
             problems = test(project)
         except Refusal as refusal:
             problems = [str(refusal).rstrip(".")]
+        except OSError as fault:
+            problems = [f"{fault.filename}: {fault.strerror}"]
         print(f"{'FAIL' if problems else 'ok  '}  {title}")
         for problem in problems:
             print(f"      {problem}")

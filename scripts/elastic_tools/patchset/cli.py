@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
         return _run(options, Project.at(root))
     except Refusal as refusal:
         print(f"patchset: {refusal}", file=sys.stderr)
+    except OSError as fault:
+        print(f"patchset: {fault.filename or 'the operation'}: {fault.strerror or fault}.", file=sys.stderr)
     except KeyboardInterrupt:
         print("patchset: interrupted.", file=sys.stderr)
     return 1

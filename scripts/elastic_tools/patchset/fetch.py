@@ -94,7 +94,7 @@ def _download(project: Project, file: Path) -> None:
 
 def _locate(page: str, name: str) -> str:
     """The address of file ``name`` on the index page, in JSON or, from older mirrors, HTML."""
-    with _open(page) as answer:
+    with _open(page + "index.html" if page.startswith("file:") else page) as answer:
         base, kind, text = answer.geturl(), answer.headers.get_content_type(), answer.read()
     if kind.endswith("json"):
         try:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from . import stage
@@ -84,7 +84,7 @@ def apply(project: Project, directory: Path, force_version: bool = False) -> lis
     if target.release != project.version and not force_version:
         has = f"is vLLM {target.version}" if target.version else "does not say which vLLM it is"
         raise Refusal(f"{target.site} {has}, and the series is for {project.version}: a fork takes --force-version.")
-    with store.lock(), _plain_errors(target.site, store):
+    with _plain_errors(target.site, store), store.lock():
         _require_writable(target.site, ["vllm"])
         if store.recover():
             lines.append("Undid an operation that was interrupted.")
@@ -106,7 +106,7 @@ def revert(project: Project, directory: Path) -> list[str]:
     """Takes the series out again; returns lines for the user. Raises :class:`Refusal` with the target untouched."""
     target = find(directory)
     store, lines = Store(target.site), [f"Found {target.describe()}."]
-    with store.lock(), _plain_errors(target.site, store):
+    with _plain_errors(target.site, store), store.lock():
         _require_writable(target.site, ["vllm"])
         plan = Plan.load(store.journal) or Plan.load(store.record)
         if plan is None:
@@ -117,6 +117,9 @@ def revert(project: Project, directory: Path) -> list[str]:
             raise Refusal(
                 f"{target.site} has the series, or a part, without a record, as from git am: use git to revert."
             )
+        if plan.version != target.version and not any(store.now(e.path) == e.after for e in plan.entries if e.before):
+            lines.append(f"vLLM {plan.version} was replaced since: its files stay as they are.")
+            plan = replace(plan, entries=[entry for entry in plan.entries if entry.before is None])
         _require_writable(target.site, [entry.path for entry in plan.entries])
         store.restore(plan)
     new = sum(entry.before is None for entry in plan.entries)

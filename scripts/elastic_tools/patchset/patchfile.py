@@ -98,7 +98,7 @@ def _changes(lines: list[bytes], offset: int) -> list[Change]:
         index += 1
         if line.startswith(b"diff --git "):
             match = _DIFF.match(line)
-            if not match:
+            if not match or b".." in match[2].split(b"/"):
                 raise Malformed(f"names a file with spaces or odd characters in line {offset + index}")
             changes.append(Change(match[2].decode("ascii", "replace")))
         elif line == b"-- ":

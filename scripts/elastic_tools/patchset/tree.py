@@ -54,7 +54,11 @@ def make(project: Project, force: bool = False) -> str:
         git.run("am", "--abort", cwd=tree)
         git.output("reset", "--quiet", "--hard", BASE, cwd=tree)
     link_files(project)
-    apply_mail(tree, project.series)
+    try:
+        apply_mail(tree, project.series)
+    except Refusal as fault:
+        how = f'mend it in {tree}, go on with "git am --continue", then run "refresh"'
+        raise Refusal(f"{str(fault).rstrip('.')}: {how}.") from None
     git.output("update-ref", _SYNCED, "HEAD", cwd=tree)
     count = len(project.series.names())
     return f"{tree} holds vLLM {project.version}, {count} patch{'' if count == 1 else 'es'} and links to the new files."
@@ -110,9 +114,7 @@ def apply_mail(tree: Path, series: Series) -> None:
         number = int(at.read_text()) if at.is_file() else 1
         fault = re.search(r"error: patch failed: (\S+):(\d+)", result.stderr.decode("utf-8", "replace"))
         where = f" at {fault[1]}, hunk at line {fault[2]}" if fault else ""
-        raise Refusal(
-            f'{names[number - 1]} does not fit{where}: mend it in {tree} with "git am --continue", then run "refresh".'
-        )
+        raise Refusal(f"{names[number - 1]} does not fit{where}.")
 
 
 def link_files(project: Project) -> None:
