@@ -15,7 +15,7 @@ LAUNCHER = ROOT / "scripts" / "patchset"
 
 
 def test_runs_with_a_bare_python():
-    result = subprocess.run([sys.executable, "-I", "-S", LAUNCHER, "--help"], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-E", "-s", "-S", LAUNCHER, "--help"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     for verb in ("fetch", "tree", "refresh", "check", "apply", "revert", "status", "export"):
         assert verb in result.stdout

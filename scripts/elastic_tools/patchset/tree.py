@@ -66,7 +66,7 @@ def make(project: Project, force: bool = False) -> str:
 
 def _fresh(project: Project) -> None:
     sdist = fetch.ensure_sdist(project)
-    with tempfile.TemporaryDirectory(dir=project.root, prefix=".tree.") as temporary:
+    with tempfile.TemporaryDirectory(dir=project.cache, prefix=".tree-") as temporary:
         top = fetch.unpack(sdist, Path(temporary))
         git.init(top)
         for key, value in {
@@ -82,7 +82,7 @@ def _fresh(project: Project) -> None:
         git.output("tag", BASE, cwd=top)
         if project.tree.exists():
             shutil.rmtree(project.tree)
-        top.rename(project.tree)
+        shutil.move(top, project.tree)
 
 
 def _base_message(project: Project) -> str:
