@@ -5,7 +5,6 @@ import re
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import field_validator
-
 from vllm.config.utils import config
 
 if TYPE_CHECKING:
@@ -81,9 +80,7 @@ class ElasticKVConfig:
         for low, high in (("base", "start"), ("start", "capacity"), ("base", "capacity")):
             smaller, larger = self.size(low), self.size(high)
             if smaller is not None and larger is not None and smaller > larger:
-                raise ValueError(
-                    f"elastic_kv_config: {low} ({smaller} bytes) is larger than {high} ({larger} bytes)"
-                )
+                raise ValueError(f"elastic_kv_config: {low} ({smaller} bytes) is larger than {high} ({larger} bytes)")
 
     def size(self, name: Literal["base", "start", "capacity"]) -> int | None:
         """The named size in bytes, or None where it was not given."""
@@ -115,9 +112,7 @@ class ElasticKVConfig:
                 parallel.decode_context_parallel_size > 1
             ),
             "elastic expert parallelism (--enable-elastic-ep)": parallel.enable_elastic_ep,
-            "HiSparse, which keeps a second pool of blocks": (
-                vllm_config.attention_config.hisparse_config is not None
-            ),
+            "HiSparse, which keeps a second pool of blocks": (vllm_config.attention_config.hisparse_config is not None),
         }
         for reason, present in refused.items():
             if present:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A block pool whose blocks can be published and withdrawn while it is in use."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 

@@ -13,13 +13,11 @@ While it waits, the engine goes on stepping.
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
-
 from vllm import envs
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
@@ -27,66 +25,17 @@ from vllm.v1.elastic_kv import worker_side
 from vllm.v1.elastic_kv.block_pool import ElasticBlockPool
 from vllm.v1.elastic_kv.resize import Outcome, ResizeRequest, ResizeResult, explain
 from vllm.v1.elastic_kv.stats import ElasticKVStats
-from vllm.v1.elastic_kv.worker_side import RankReport
+from vllm.v1.elastic_kv.transaction import Fence, Job, Pause, RanksDisagreeError, Transaction, Waitable
+from vllm.v1.elastic_kv.worker_side import RankReport, RankState
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 logger = init_logger(__name__)
 
-# Bytes attached in one go, on each rank: bounds how long a grow holds up a step.
-GROW_SLICE_BYTES = 128 << 20
+T = TypeVar("T")
 
-
-class RanksDisagreeError(RuntimeError):
-    """Ranks have different chunks attached, and could not be brought together again."""
-
-
-class Waitable(Protocol):
-    """What a transaction waits for; a `concurrent.futures.Future` is one."""
-
-    def done(self) -> bool: ...
-
-    def result(self) -> Any: ...
-
-
-class Fence:
-    """Done once every step that was in flight when it was made has been processed."""
-
-    def __init__(self, engine: EngineCore) -> None:
-        self._engine = engine
-        self._steps = [step[0] for step in engine.batch_queue or ()]
-
-    def done(self) -> bool:
-        waiting = [step[0] for step in self._engine.batch_queue or ()]
-        return not any(step is other for step in self._steps for other in waiting)
-
-    def result(self) -> None:
-        for step in self._steps:
-            step.result()
-
-
-Transaction = Generator[Waitable, Any, ResizeResult]
-
-
-@dataclass
-class _Job:
-    """A transaction that runs or waits for its turn."""
-
-    request: ResizeRequest
-    answer: "Future[dict[str, Any]]"
-    asked_at: float
-    result: ResizeResult
-    target: int = 0
-    run: Transaction | None = None
-    waits_for: Waitable | None = None
-
-    @property
-    def overdue(self) -> bool:
-        return time.monotonic() - self.asked_at > self.request.timeout_s
-
-    def end(self, outcome: Outcome, reason: str | None = None) -> ResizeResult:
-        self.result.outcome, self.result.reason = outcome, reason
-        return self.result
+# Bytes attached or detached in one go, on each rank: bounds how long a resize holds up a step.
+SLICE_BYTES = 64 << 20
 
 
 class ElasticKVController:
@@ -102,13 +51,13 @@ class ElasticKVController:
         self.pool = pool
         self._engine = engine
         self._config = engine.vllm_config.elastic_kv_config
-        self._queue: deque[_Job] = deque()
+        self._queue: deque[Job] = deque()
         self._outcomes: Counter[str] = Counter(done=0, partial=0, refused=0, failed=0)
         self._last: dict[str, Any] | None = None
         self._unreported: list[dict[str, Any]] = []
         # Kept, so that the engine loop meets it too, where it ends the engine.
         self._fatal: RanksDisagreeError | None = None
-        self._ranks: list[RankReport] = self._call(worker_side.measure).result()
+        self._ranks: list[RankState] = self._call(worker_side.measure).result()
         self._block_bytes = max(rank["resident_bytes"] for rank in self._ranks) // pool.num_gpu_blocks
         # Tokens in a block, of a request that takes blocks from every cache group.
         self._block_tokens = engine.vllm_config.cache_config.block_size
@@ -146,7 +95,7 @@ class ElasticKVController:
             layout.capacity_blocks, layout.base_blocks, self._block_bytes, self._block_tokens
         )
         now = self.pool.num_gpu_blocks
-        job = _Job(
+        job = Job(
             request=request,
             answer=Future(),
             asked_at=time.monotonic(),
@@ -235,7 +184,7 @@ class ElasticKVController:
             resizes=resizes,
         )
 
-    def _run(self, job: _Job) -> Transaction:
+    def _run(self, job: Job) -> Transaction:
         job.result.before = job.result.after = self.pool.num_gpu_blocks
         if job.overdue:
             return job.end("refused", f"its turn did not come within {job.request.timeout_s:g} s")
@@ -243,10 +192,14 @@ class ElasticKVController:
         if job.request.dry_run:
             return self._foresee(job, change)
         if change > 0:
-            return (yield from self._grow(job, self.pool.missing_chunks()[:change]))
-        return (yield from self._shrink(job, -change))
+            result = yield from self._grow(job, self.pool.missing_chunks()[:change])
+        else:
+            result = yield from self._shrink(job, -change)
+        self._ranks = yield self._call(worker_side.measure)
+        job.result.pause_ms += max(report["elapsed_ms"] for report in self._ranks)
+        return result
 
-    def _foresee(self, job: _Job, change: int) -> ResizeResult:
+    def _foresee(self, job: Job, change: int) -> ResizeResult:
         job.result.after = job.target
         if change >= 0:
             return job.end("done")
@@ -255,40 +208,41 @@ class ElasticKVController:
         job.result.after += plan.missing * self.pool.layout.chunk_blocks
         return job.end(*_outcome_of_shrink(len(plan.chunks), plan.missing))
 
-    def _grow(self, job: _Job, chunks: Sequence[int]) -> Transaction:
-        chunk_bytes = self._block_bytes * self.pool.layout.chunk_blocks
-        size = max(1, GROW_SLICE_BYTES // chunk_bytes)
-        for first in range(0, len(chunks), size):
-            if job.overdue:
-                return job.end("partial" if first else "refused", f"not done within {job.request.timeout_s:g} s")
-            part = chunks[first : first + size]
-            error = yield from self._on_all_ranks(job, worker_side.attach, worker_side.detach, part)
+    def _grow(self, job: Job, chunks: Sequence[int]) -> Transaction:
+        for first, part in self._slices(chunks):
+            error = f"not done within {job.request.timeout_s:g} s" if job.overdue else None
+            error = error or (yield from self._on_all_ranks(job, worker_side.attach, worker_side.detach, part))
             if error:
                 return job.end("partial" if first else "refused", error)
-            with _Pause(job):
+            with Pause(job):
                 self.pool.grow(part)
                 self._publish(job)
         return job.end("done")
 
-    def _shrink(self, job: _Job, num_chunks: int) -> Transaction:
-        with _Pause(job):
+    def _shrink(self, job: Job, num_chunks: int) -> Transaction:
+        with Pause(job):
             plan = self.pool.plan_shrink(num_chunks)
             self.pool.shrink(plan)
             self._publish(job)
-        if plan.chunks:
-            yield Fence(self._engine)
-            error = yield from self._on_all_ranks(job, worker_side.detach, worker_side.attach, plan.chunks)
+            job.result.evicted = plan.evicted
+        yield Fence(self._engine)
+        # From here on the pages go, even if the caller's time is up: nothing uses them any more.
+        for first, part in self._slices(plan.chunks):
+            error = yield from self._on_all_ranks(job, worker_side.detach, worker_side.attach, part)
             if error:
-                self.pool.grow(plan.chunks)
+                self.pool.grow(plan.chunks[first:])
                 self._publish(job)
-                job.result.evicted = plan.evicted
-                return job.end("refused", error)
-        job.result.evicted = plan.evicted
+                return job.end("partial" if first else "refused", error)
         return job.end(*_outcome_of_shrink(len(plan.chunks), plan.missing))
+
+    def _slices(self, chunks: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+        size = max(1, SLICE_BYTES // (self._block_bytes * self.pool.layout.chunk_blocks))
+        for first in range(0, len(chunks), size):
+            yield first, chunks[first : first + size]
 
     def _on_all_ranks(
         self,
-        job: _Job,
+        job: Job,
         do: Callable[[Any, Sequence[int]], RankReport],
         undo: Callable[[Any, Sequence[int]], RankReport],
         chunks: Sequence[int],
@@ -296,26 +250,26 @@ class ElasticKVController:
         """Do something to `chunks` on every rank, or on none. Returns why it was none."""
         reports: list[RankReport] = yield self._call(do, chunks)
         job.result.pause_ms += max(report["elapsed_ms"] for report in reports)
-        self._ranks = reports
         failed = [f"rank {report['rank']}: {report['error']}" for report in reports if report["error"]]
         if not failed:
             return None
         reason = "; ".join(failed)
+        job.rank_failed = True
         done = [report["rank"] for report in reports if not report["error"]]
         if done:
-            self._ranks = yield self._call(worker_side.on_ranks, undo, done, chunks)
-            still = [f"rank {report['rank']}: {report['error']}" for report in self._ranks if report["error"]]
+            reports = yield self._call(worker_side.on_ranks, undo, done, chunks)
+            still = [f"rank {report['rank']}: {report['error']}" for report in reports if report["error"]]
             if still:
                 raise RanksDisagreeError(f"{reason}; and it could not be undone on {'; '.join(still)}")
         return reason
 
-    def _call(self, function: Callable[..., RankReport], *arguments: Any) -> "Future[list[RankReport]]":
+    def _call(self, function: Callable[..., T], *arguments: Any) -> "Future[list[T]]":
         """Call `function` on every worker, after the steps that are in flight there."""
         return self._engine.model_executor.collective_rpc(  # type: ignore[return-value, call-overload]
             function, timeout=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, args=arguments, non_block=True
         )
 
-    def _publish(self, job: _Job) -> None:
+    def _publish(self, job: Job) -> None:
         """Make every number that upstream derives from the number of blocks follow it."""
         blocks = job.result.after = self.pool.num_gpu_blocks
         vllm_config, scheduler = self._engine.vllm_config, self._engine.scheduler
@@ -327,11 +281,11 @@ class ElasticKVController:
             vllm_config, kv_cache_config
         )
 
-    def _finish(self, job: _Job, result: ResizeResult) -> None:
+    def _finish(self, job: Job, result: ResizeResult) -> None:
         result.duration_ms = (time.monotonic() - job.asked_at) * 1000
         answer = result.to_dict()
         if not job.request.dry_run:
-            self._outcomes[result.outcome] += 1
+            self._outcomes["failed" if job.rank_failed else result.outcome] += 1
             self._last = answer
             self._unreported.append(answer)
             cache_config = self._engine.vllm_config.cache_config
@@ -356,19 +310,6 @@ class ElasticKVController:
         engine = self._engine
         if isinstance(engine, EngineCoreProc) and (stats := engine.scheduler.make_stats()) is not None:
             engine.output_queue.put_nowait((0, EngineCoreOutputs(scheduler_stats=stats)))
-
-
-class _Pause:
-    """Adds the time spent in its block to the job's pause."""
-
-    def __init__(self, job: _Job) -> None:
-        self._result = job.result
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._result.pause_ms += (time.perf_counter() - self._start) * 1000
 
 
 def _outcome_of_shrink(taken: int, missing: int) -> tuple[Outcome, str | None]:

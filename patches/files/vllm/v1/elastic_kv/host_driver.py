@@ -63,9 +63,8 @@ class HostPageDriver(PageDriver):
 
     @property
     def max_mappings(self) -> int:
-        # Half of what a process may have: a mapping in the middle of a reservation splits it in
-        # two, and the engine has mappings of its own.
-        return int(Path("/proc/sys/vm/max_map_count").read_text()) // 2
+        # Three quarters of what a process may have: the engine has mappings of its own.
+        return int(Path("/proc/sys/vm/max_map_count").read_text()) * 3 // 4
 
     def reserve(self, nbytes: int) -> int:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -76,9 +75,7 @@ class HostPageDriver(PageDriver):
 
     def create(self, nbytes: int) -> int:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        address = self._address(
-            "mmap", nbytes, None, nbytes, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
-        )
+        address = self._address("mmap", nbytes, None, nbytes, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         try:
             if nbytes >= _HUGE_PAGE:
                 # Advice only: EINVAL on a kernel that has no huge pages changes nothing.

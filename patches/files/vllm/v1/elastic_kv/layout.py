@@ -86,17 +86,15 @@ def segments_of(tensors: Iterable[TensorPlacement], num_blocks: int) -> list[Seg
     return segments
 
 
-def chunk_blocks_of(
-    strides: Iterable[int], granule: int, capacity_blocks: int, max_mappings: int | None
-) -> int:
+def chunk_blocks_of(strides: Iterable[int], granule: int, capacity_blocks: int, max_mappings: int | None) -> int:
     """Blocks in a chunk: the smallest run whose bytes fill whole granules in every
-    segment, or a multiple of it where `max_mappings` handles would not reach.
+    segment, or a multiple of it where `max_mappings` pieces would not reach.
 
     Args:
         strides: Bytes per block in each segment.
         granule: Bytes that the page driver can map at least.
         capacity_blocks: Blocks that the range shall have room for.
-        max_mappings: Handles that the page driver can map at one time.
+        max_mappings: Pieces that the page driver can cut the range into.
 
     """
     strides = list(strides)

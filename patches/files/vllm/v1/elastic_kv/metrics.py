@@ -4,7 +4,6 @@
 from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
-
 from vllm.v1.elastic_kv.stats import ElasticKVStats
 
 if TYPE_CHECKING:

@@ -53,7 +53,7 @@ class PageDriver(ABC):
     @property
     @abstractmethod
     def max_mappings(self) -> int | None:
-        """Handles that can be mapped at one time, or None where nothing limits them."""
+        """Pieces that a reservation can be cut into, or None where nothing limits them."""
 
     @abstractmethod
     def reserve(self, nbytes: int) -> int:

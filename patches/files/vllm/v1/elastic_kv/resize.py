@@ -16,12 +16,11 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-
 from vllm.config.elastic_kv import parse_size
 
 UNITS = ("blocks", "bytes", "tokens", "fraction")
 
-Outcome = Literal["done", "partial", "refused", "failed"]
+Outcome = Literal["done", "partial", "refused"]
 
 
 class ResizeRequest(BaseModel):

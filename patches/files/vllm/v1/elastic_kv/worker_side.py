@@ -14,7 +14,6 @@ from vllm.v1.elastic_kv.page_driver import PageDriverError, make_driver, node_na
 
 if TYPE_CHECKING:
     import torch
-
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger(__name__)
@@ -32,14 +31,21 @@ class ProbeReport(TypedDict):
 
 
 class RankReport(TypedDict):
-    """The state of a rank after a call, and whether the call failed."""
+    """How a call went on a rank."""
 
     rank: int
     error: str | None
     elapsed_ms: float
+
+
+class RankState(TypedDict):
+    """What a rank holds, by its own account and as the system or the driver reports it."""
+
+    rank: int
     resident_bytes: int
     reported_bytes: int
     handles: int
+    elapsed_ms: float
 
 
 def allocate(kv_cache_config: "KVCacheConfig", device: "torch.device") -> "torch.Tensor":
@@ -96,32 +102,38 @@ def detach(worker: Any, chunks: Sequence[int]) -> RankReport:
     return _report(worker, lambda arena: arena.detach(chunks))
 
 
-def measure(worker: Any) -> RankReport:
-    """Tell this rank's state and change nothing."""
-    return _report(worker, lambda arena: None)
-
-
-def _report(worker: Any, call: Callable[[KVArena], None]) -> RankReport:
-    arena = worker.model_runner.kv_cache_config.elastic_kv.arena
-    error = None
-    start = time.perf_counter()
-    try:
-        call(arena)
-    except PageDriverError as failure:
-        error = "; ".join([str(failure), *getattr(failure, "__notes__", [])])
-    elapsed_ms = (time.perf_counter() - start) * 1000
-    return RankReport(
-        rank=worker.rank,
-        error=error,
-        elapsed_ms=elapsed_ms,
-        resident_bytes=arena.resident_bytes,
-        reported_bytes=arena.reported_bytes(),
-        handles=arena.num_handles,
-    )
-
-
 def on_ranks(
     worker: Any, function: Callable[[Any, Sequence[int]], RankReport], ranks: Sequence[int], chunks: Sequence[int]
 ) -> RankReport:
-    """Call `function` if this rank is one of `ranks`; tell the state in any case."""
-    return function(worker, chunks) if worker.rank in ranks else measure(worker)
+    """Call `function` if this rank is one of `ranks`."""
+    if worker.rank in ranks:
+        return function(worker, chunks)
+    return RankReport(rank=worker.rank, error=None, elapsed_ms=0.0)
+
+
+def measure(worker: Any) -> RankState:
+    """Tell this rank's state and change nothing. Takes milliseconds per resident GiB."""
+    arena = _arena(worker)
+    start = time.perf_counter()
+    reported_bytes = arena.reported_bytes()
+    return RankState(
+        rank=worker.rank,
+        resident_bytes=arena.resident_bytes,
+        reported_bytes=reported_bytes,
+        handles=arena.num_handles,
+        elapsed_ms=(time.perf_counter() - start) * 1000,
+    )
+
+
+def _report(worker: Any, call: Callable[[KVArena], None]) -> RankReport:
+    error = None
+    start = time.perf_counter()
+    try:
+        call(_arena(worker))
+    except PageDriverError as failure:
+        error = "; ".join([str(failure), *getattr(failure, "__notes__", [])])
+    return RankReport(rank=worker.rank, error=error, elapsed_ms=(time.perf_counter() - start) * 1000)
+
+
+def _arena(worker: Any) -> KVArena:
+    return worker.model_runner.kv_cache_config.elastic_kv.arena

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a resize is made of while it runs."""
+
+import time
+from collections.abc import Generator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm.v1.elastic_kv.resize import Outcome, ResizeRequest, ResizeResult
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
+
+class RanksDisagreeError(RuntimeError):
+    """Ranks have different chunks attached, and could not be brought together again."""
+
+
+class Waitable(Protocol):
+    """What a transaction waits for; a `concurrent.futures.Future` is one."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> Any: ...
+
+
+class Fence:
+    """Done once every step that was in flight when it was made has been processed."""
+
+    def __init__(self, engine: "EngineCore") -> None:
+        self._engine = engine
+        self._steps = [step[0] for step in engine.batch_queue or ()]
+
+    def done(self) -> bool:
+        waiting = [step[0] for step in self._engine.batch_queue or ()]
+        return not any(step is other for step in self._steps for other in waiting)
+
+    def result(self) -> None:
+        for step in self._steps:
+            step.result()
+
+
+Transaction = Generator[Waitable, Any, ResizeResult]
+
+
+@dataclass
+class Job:
+    """A transaction that runs or waits for its turn."""
+
+    request: ResizeRequest
+    answer: "Future[dict[str, Any]]"
+    asked_at: float
+    result: ResizeResult
+    target: int = 0
+    run: Transaction | None = None
+    waits_for: Waitable | None = None
+    rank_failed: bool = False
+
+    @property
+    def overdue(self) -> bool:
+        return time.monotonic() - self.asked_at > self.request.timeout_s
+
+    def end(self, outcome: Outcome, reason: str | None = None) -> ResizeResult:
+        self.result.outcome, self.result.reason = outcome, reason
+        return self.result
+
+
+class Pause:
+    """Adds the time spent in its block to the job's pause."""
+
+    def __init__(self, job: Job) -> None:
+        self._result = job.result
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._result.pause_ms += (time.perf_counter() - self._start) * 1000
