@@ -9,9 +9,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import NEW, UPSTREAM, make_site, plain_git, replace, snapshot, write
 from elastic_tools.patchset import install, txn
 from elastic_tools.patchset.cli import main
+
+from .conftest import NEW, UPSTREAM, make_site, plain_git, replace, snapshot, write
 
 POOL, WINDOWS = "vllm/core/pool.py", "vllm/core/windows.py"
 

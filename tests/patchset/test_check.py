@@ -1,9 +1,10 @@
 """`check` finds each thing that can be wrong with a series."""
 
 import pytest
-from conftest import NEW, commit, plain_git, replace, write
 from elastic_tools.patchset import check, fetch, tree
 from elastic_tools.patchset.series import Series
+
+from .conftest import NEW, commit, plain_git, replace, write
 
 
 def run(project, capsys) -> tuple[int, str]:

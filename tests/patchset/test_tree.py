@@ -4,9 +4,10 @@ import os
 import shutil
 
 import pytest
-from conftest import HEADER, NEW, UPSTREAM, commit, make_sdist, plain_git, replace, write
 from elastic_tools.patchset import check, tree
 from elastic_tools.patchset.errors import Refusal
+
+from .conftest import HEADER, NEW, UPSTREAM, commit, make_sdist, plain_git, replace, write
 
 
 def on_disk(project):
