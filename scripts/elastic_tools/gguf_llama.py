@@ -1,6 +1,7 @@
 """Reads a llama model out of a GGUF file into the three things a Hugging Face directory is made of.
 
-The weights come back as float32, dequantised exactly: each is a float16 scale times a small integer plus a float16 offset.
+The weights come back as float32, dequantised exactly: each is a float16 scale times a small integer plus a float16
+offset.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Resolves ``configs/requirements`` and the pins into ``configs/locks``. Run it in ``.venv``; it needs uv.
 
-A lock serves every Python it names below: each is resolved, and they must agree. Versions already locked stay as they are
-as long as they fit; ``--upgrade`` looks for newer ones.
+A lock serves every Python named below: each is resolved, and they must agree. Versions already locked stay as long as
+they fit; ``--upgrade`` looks for newer ones.
 """
 
 import argparse
@@ -19,7 +19,15 @@ PLATFORM = "x86_64-manylinux_2_31"
 
 def resolve(name: str, constraints: Path, options: list[str], python: str, target: Path) -> None:
     """One run of uv. What ``target`` holds already is preferred."""
-    command = [str(VENV / "bin" / "uv"), "pip", "compile", "--quiet", "--generate-hashes", "--no-annotate", "--no-header"]
+    command = [
+        str(VENV / "bin" / "uv"),
+        "pip",
+        "compile",
+        "--quiet",
+        "--generate-hashes",
+        "--no-annotate",
+        "--no-header",
+    ]
     command += ["--python-platform", PLATFORM, "--python-version", python, "--constraint", str(constraints), *options]
     command += ["--output-file", str(target), str(REQUIREMENTS / f"{name}.txt")]
     result = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

