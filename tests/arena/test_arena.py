@@ -1,0 +1,332 @@
+"""The arena: chunks come and go all together or not at all."""
+
+import pytest
+import torch
+from vllm.v1.elastic_kv.arena import ArenaBrokenError, KVArena
+from vllm.v1.elastic_kv.host_driver import HostPageDriver
+from vllm.v1.elastic_kv.layout import Segment, chunk_blocks_of
+from vllm.v1.elastic_kv.page_driver import OutOfMemoryError, PageDriverError
+
+from .drivers import FaultyDriver, LargeGranule, mappings, resident_bytes
+
+PAGE = 4096
+STRIDES = (PAGE, PAGE // 2, 3 * PAGE // 2)  # bytes per block in each segment
+CHUNK_BLOCKS = 2
+CAPACITY = 8  # chunks
+SEGMENTS = len(STRIDES)
+
+
+def make_arena(driver, strides=STRIDES, chunk_blocks=CHUNK_BLOCKS, capacity=CAPACITY) -> KVArena:
+    segments, offset = [], 0
+    for stride in strides:
+        segments.append(Segment(offset, stride))
+        offset += stride * chunk_blocks * capacity
+    return KVArena(driver, segments, chunk_blocks, capacity)
+
+
+@pytest.fixture
+def faulty():
+    return FaultyDriver(HostPageDriver())
+
+
+@pytest.fixture
+def arena(faulty):
+    arena = make_arena(faulty)
+    yield arena
+    faulty.mend()
+    arena.close()
+    assert not faulty.live
+
+
+def chunk_bytes(arena: KVArena, chunk: int) -> list[torch.Tensor]:
+    """The bytes of a chunk, one tensor per segment."""
+    whole = arena.tensor()
+    size = arena.chunk_blocks
+    return [
+        whole[segment.offset + chunk * size * segment.stride : segment.offset + (chunk + 1) * size * segment.stride]
+        for segment in arena.segments
+    ]
+
+
+def fill(arena: KVArena, chunk: int, value: int) -> None:
+    for part in chunk_bytes(arena, chunk):
+        part.fill_(value)
+
+
+def holds(arena: KVArena, chunk: int, value: int) -> bool:
+    return all(bool((part == value).all()) for part in chunk_bytes(arena, chunk))
+
+
+def picture(arena: KVArena) -> dict[str, object]:
+    """All that a failed operation has to leave as it was."""
+    return {
+        "attached": arena.attached,
+        "live handles": len(arena.driver.live),
+        "handles": arena.num_handles,
+        "resident": arena.resident_bytes,
+        "reported": arena.reported_bytes(),
+        "mappings": [(start, permissions) for start, _, permissions in mappings(arena.address, arena.nbytes)],
+    }
+
+
+def check(arena: KVArena) -> None:
+    assert arena.reported_bytes() == arena.resident_bytes == len(arena.attached) * arena.chunk_bytes
+    assert len(arena.driver.live) == arena.num_handles == len(arena.attached) * len(arena.segments)
+
+
+def test_sizes(arena):
+    assert arena.nbytes == sum(STRIDES) * CHUNK_BLOCKS * CAPACITY
+    assert arena.chunk_bytes == sum(STRIDES) * CHUNK_BLOCKS
+    assert arena.attached == frozenset()
+    check(arena)
+
+
+def test_attach_and_detach(arena):
+    arena.attach([0, 1, 5])
+    assert arena.attached == {0, 1, 5}
+    check(arena)
+    for chunk in (0, 1, 5):
+        fill(arena, chunk, chunk + 1)
+    arena.detach([1])
+    check(arena)
+    assert holds(arena, 0, 1)
+    assert holds(arena, 5, 6)
+    arena.attach(iter([2, 1]))
+    check(arena)
+    assert holds(arena, 1, 0)
+    assert holds(arena, 2, 0)
+
+
+def test_nothing_to_do_is_nothing(arena):
+    arena.attach([])
+    arena.detach([])
+    assert arena.attached == frozenset()
+
+
+def test_a_poisoned_chunk_comes_back_as_zero(arena):
+    for _ in range(10):
+        arena.attach([3, 4])
+        assert holds(arena, 3, 0)
+        assert holds(arena, 4, 0)
+        fill(arena, 3, -1)  # 0xff bytes: NaN in every float format
+        fill(arena, 4, -1)
+        arena.detach([3, 4])
+
+
+@pytest.mark.parametrize(
+    ("operation", "chunks", "message"),
+    [
+        ("attach", [2, 2], "twice"),
+        ("attach", [0], "already attached"),
+        ("attach", [2, 1], "already attached"),
+        ("attach", [-1], "capacity"),
+        ("attach", [2, CAPACITY], "capacity"),
+        ("detach", [0, 0], "twice"),
+        ("detach", [0, 2], "not attached"),
+        ("detach", [CAPACITY], "capacity"),
+    ],
+)
+def test_misuse_changes_nothing(arena, operation, chunks, message):
+    arena.attach([0, 1])
+    before, calls = picture(arena), dict(arena.driver.calls)
+    with pytest.raises(ValueError, match=message):
+        getattr(arena, operation)(chunks)
+    assert picture(arena) == before
+    assert dict(arena.driver.calls) == calls
+
+
+def test_chunks_have_to_fill_granules(faulty):
+    with pytest.raises(ValueError, match="granules"):
+        KVArena(faulty, [Segment(0, PAGE // 2)], 1, 4)
+    with pytest.raises(ValueError, match="granules"):
+        KVArena(faulty, [Segment(PAGE // 2, PAGE)], 1, 4)
+    assert not faulty.calls["reserve"]
+
+
+@pytest.mark.parametrize("out_of_memory", [False, True])
+@pytest.mark.parametrize("number", range(1, 3 * SEGMENTS + 1))
+@pytest.mark.parametrize("call", ["create", "map"])
+def test_attach_is_all_or_nothing(arena, call, number, out_of_memory):
+    arena.attach([0, 6])
+    fill(arena, 0, 1)
+    fill(arena, 6, 6)
+    before = picture(arena)
+    arena.driver.out_of_memory = out_of_memory
+    arena.driver.fail(call, number)
+    with pytest.raises(OutOfMemoryError if out_of_memory else PageDriverError, match=f"{call} .*made to fail"):
+        arena.attach([1, 5, 2])
+    assert picture(arena) == before
+    assert holds(arena, 0, 1)
+    assert holds(arena, 6, 6)
+    arena.attach([1, 5, 2])
+    check(arena)
+    assert holds(arena, 5, 0)
+
+
+@pytest.mark.parametrize("number", range(1, 3 * SEGMENTS + 1))
+def test_detach_is_all_or_nothing(arena, number):
+    arena.attach(range(4))
+    for chunk in range(4):
+        fill(arena, chunk, chunk + 1)
+    before = picture(arena)
+    arena.driver.fail("unmap", number)
+    with pytest.raises(PageDriverError, match="unmap"):
+        arena.detach([2, 0, 3])
+    assert picture(arena) == before
+    assert all(holds(arena, chunk, chunk + 1) for chunk in range(4))
+    arena.detach([2, 0, 3])
+    check(arena)
+    assert holds(arena, 1, 2)
+
+
+def test_detach_waits_for_running_work_first(arena):
+    arena.attach([0])
+    arena.driver.fail("synchronize")
+    before = picture(arena)
+    with pytest.raises(PageDriverError, match="synchronize"):
+        arena.detach([0])
+    assert picture(arena) == before
+
+
+@pytest.mark.parametrize("number", range(1, 2 * SEGMENTS + 1))
+def test_a_handle_that_cannot_be_released_is_lost_alone(arena, number):
+    arena.attach(range(3))
+    arena.driver.fail("release", number)
+    with pytest.raises(PageDriverError, match="release") as failure:
+        arena.detach([0, 1])
+    assert "1 handles could not be given back" in failure.value.__notes__[0]
+    assert arena.attached == {2}
+    assert arena.reported_bytes() == arena.resident_bytes
+    lost = arena.driver.live - {handle for handles in arena._handles.values() for handle in handles}
+    assert len(lost) == 1
+    arena.attach([0, 1])
+    assert arena.attached == {0, 1, 2}
+    assert arena.reported_bytes() == arena.resident_bytes
+    arena.driver.live -= lost
+
+
+@pytest.mark.parametrize(
+    ("operation", "call", "undo"),
+    [("attach", "map", "unmap"), ("attach", "map", "release"), ("detach", "unmap", "map")],
+)
+def test_what_cannot_be_undone_is_no_ordinary_failure(faulty, operation, call, undo):
+    arena = make_arena(faulty)
+    arena.attach([0, 1])
+    faulty.fail(call, 4)
+    faulty.fail(undo, 1)
+    with pytest.raises(ArenaBrokenError, match=f"{call} .*could not be undone: {undo} ") as failure:
+        getattr(arena, operation)([2, 3] if operation == "attach" else [0, 1])
+    assert not isinstance(failure.value, PageDriverError)
+    assert isinstance(failure.value.__cause__, PageDriverError)
+
+
+def test_interruption_is_undone_too(arena):
+    before = picture(arena)
+    arena.driver.inner.map, real, calls = None, arena.driver.inner.map, []
+
+    def interrupted(address: int, handle: int) -> None:
+        calls.append(handle)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        real(address, handle)
+
+    arena.driver.inner.map = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        arena.attach([0, 1])
+    arena.driver.inner.map = real
+    assert picture(arena) == before
+
+
+def test_more_than_the_device_has_is_refused_before_anything_is_taken(arena, monkeypatch):
+    monkeypatch.setattr(arena.driver, "available_bytes", lambda: 2 * arena.chunk_bytes - 1)
+    calls = dict(arena.driver.calls)
+    with pytest.raises(OutOfMemoryError, match=f"{2 * arena.chunk_bytes} bytes.*{2 * arena.chunk_bytes - 1} bytes"):
+        arena.attach([0, 1])
+    assert dict(arena.driver.calls) == calls
+    arena.attach([0])
+
+
+def test_a_failed_reservation_leaves_nothing(faulty):
+    faulty.fail("reserve")
+    with pytest.raises(PageDriverError, match="reserve"):
+        make_arena(faulty)
+    assert not faulty.live
+
+
+@pytest.mark.parametrize("call", ["synchronize", "unmap", "unreserve"])
+def test_close_can_be_tried_again(faulty, call):
+    arena = make_arena(faulty)
+    arena.attach(range(CAPACITY))
+    faulty.fail(call)
+    with pytest.raises(PageDriverError, match=call):
+        arena.close()
+    arena.close()
+    arena.close()  # closing what is closed does nothing
+    assert not faulty.live
+    assert faulty.calls["unreserve"] == (2 if call == "unreserve" else 1)
+
+
+def test_close_after_a_lost_handle(faulty):
+    arena = make_arena(faulty)
+    arena.attach(range(2))
+    faulty.fail("release")
+    with pytest.raises(PageDriverError, match="release"):
+        arena.close()
+    arena.close()
+    assert faulty.calls["unreserve"] == 1
+    assert len(faulty.live) == 1
+
+
+def test_close_gives_the_range_back(faulty):
+    arena = make_arena(faulty, strides=[1 << 20] * 3)
+    address, nbytes = arena.address, arena.nbytes
+    arena.attach(range(CAPACITY))
+    before = resident_bytes()
+    arena.close()
+    assert before - resident_bytes() > nbytes * 0.9
+    assert not [span for span in mappings(address, nbytes) if span[2] == "---p"]
+
+
+def test_200_cycles_return_to_where_they_began(arena):
+    """vLLM #36651: handles, mapped bytes and mappings come back exactly."""
+    arena.attach([0])
+    before = picture(arena)
+    for cycle in range(200):
+        chunks = [1 + (cycle + step) % (CAPACITY - 1) for step in range(1 + cycle % 5)]
+        arena.attach(chunks)
+        check(arena)
+        arena.detach(reversed(chunks))
+        assert picture(arena) == before
+
+
+@pytest.mark.parametrize(
+    ("stride", "chunk_blocks"),
+    [(3 << 20, 2), (3 << 19, 4), (5 << 20, 2), (2 << 20, 1), (4 << 20, 1), (192 << 10, 32), (7 << 10, 2048)],
+)
+def test_blocks_that_do_not_fit_the_granule(stride, chunk_blocks):
+    """kvcached #452, #367: blocks that straddle pages are counted once, blocks larger than a page work."""
+    driver = LargeGranule()
+    assert chunk_blocks_of([stride], driver.granule, 1000, None) == chunk_blocks
+    arena = make_arena(driver, [stride], chunk_blocks, capacity=3)
+    assert arena.chunk_bytes % driver.granule == 0
+    arena.attach([1])
+    assert arena.reported_bytes() == arena.resident_bytes == stride * chunk_blocks
+    first = chunk_blocks * stride
+    arena.tensor()[first : first + arena.chunk_bytes] = 1  # every byte of the chunk, and no other, has a page
+    arena.attach([0, 2])
+    assert arena.reported_bytes() == arena.resident_bytes == arena.nbytes == 3 * stride * chunk_blocks
+    arena.detach([1])
+    assert arena.reported_bytes() == arena.resident_bytes == 2 * stride * chunk_blocks
+    arena.close()
+
+
+def test_calls_to_attach_grow_with_handles_only(faulty):
+    """Twice the bytes per chunk, the same calls: large handles, not single pages."""
+    calls = []
+    for stride in (PAGE, 64 * PAGE):
+        arena = make_arena(faulty, [stride] * 3, 1, capacity=4)
+        faulty.calls.clear()
+        arena.attach([0, 1])
+        calls.append(dict(faulty.calls))
+        arena.close()
+    assert calls[0] == calls[1] == {"create": 6, "map": 6}

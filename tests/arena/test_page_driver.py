@@ -1,0 +1,320 @@
+"""The contract that every page driver keeps."""
+
+import pytest
+import torch
+from vllm.v1.elastic_kv.page_driver import PageDriver, make_driver
+
+from .drivers import mappings, resident_bytes
+
+GRANULES = 4  # in the handles of most tests
+COUNT = 8  # handles that fit the reservation of most tests
+
+
+@pytest.fixture
+def size(driver):
+    return driver.granule * GRANULES
+
+
+@pytest.fixture
+def space(driver, size):
+    address = driver.reserve(size * COUNT)
+    yield address
+    driver.unreserve(address, size * COUNT)
+
+
+def drop(driver: PageDriver, *handles: int) -> None:
+    for handle in handles:
+        driver.unmap(handle)
+        driver.release(handle)
+
+
+def test_it_names_itself(driver):
+    assert driver.name
+    assert driver.device
+    assert driver.granule > 0
+    assert driver.granule & (driver.granule - 1) == 0
+    assert driver.max_mappings is None or driver.max_mappings > 1000
+    assert 0 < driver.available_bytes() <= driver.total_bytes()
+
+
+def test_a_reservation_holds_no_memory(driver, space, size):
+    assert driver.reported_bytes(space, size * COUNT) == 0
+
+
+def test_reservations_do_not_overlap(driver, size):
+    first, second = driver.reserve(size), driver.reserve(size)
+    assert abs(first - second) >= size
+    driver.unreserve(first, size)
+    driver.unreserve(second, size)
+
+
+def test_new_pages_read_as_zero_and_keep_what_is_written(driver, space, size):
+    handle = driver.create(size)
+    driver.map(space, handle)
+    pages = driver.tensor(space, size)
+    assert not pages.any()
+    pages.fill_(7)
+    assert (driver.tensor(space, size) == 7).all()
+    drop(driver, handle)
+
+
+def test_recycled_pages_read_as_zero(driver, space, size):
+    """Old bytes could be NaN and would spread through a masked product (vLLM #35219)."""
+    for _ in range(20):
+        handle = driver.create(size)
+        driver.map(space, handle)
+        pages = driver.tensor(space, size)
+        assert not pages.any()
+        pages.fill_(-1)
+        drop(driver, handle)
+
+
+def test_data_moves_with_the_pages(driver, space, size):
+    handle = driver.create(size)
+    driver.map(space, handle)
+    written = torch.arange(size, dtype=torch.int64).to(torch.int8)
+    driver.tensor(space, size).copy_(written)
+    for place in (3, 7, 1, 0):
+        driver.unmap(handle)
+        driver.map(space + place * size, handle)
+        assert torch.equal(driver.tensor(space + place * size, size), written)
+    drop(driver, handle)
+
+
+def test_a_tensor_sees_later_maps(driver, space, size):
+    whole = driver.tensor(space, size * COUNT)
+    assert whole.dtype == torch.int8
+    assert whole.shape == (size * COUNT,)
+    assert whole.data_ptr() == space
+    handles = [driver.create(size) for _ in range(2)]
+    driver.map(space + 2 * size, handles[0])
+    whole[2 * size : 3 * size] = 5
+    driver.map(space + 5 * size, handles[1])
+    whole[5 * size : 6 * size] = 6
+    driver.unmap(handles[0])
+    driver.map(space + 6 * size, handles[0])
+    assert (whole[5 * size : 6 * size] == 6).all()
+    assert (whole[6 * size : 7 * size] == 5).all()
+    drop(driver, *handles)
+
+
+def test_neighbours_are_independent(driver, space, size):
+    handles = [driver.create(size) for _ in range(COUNT)]
+    for place, handle in enumerate(handles):
+        driver.map(space + place * size, handle)
+        driver.tensor(space + place * size, size).fill_(place + 1)
+    drop(driver, *handles[1::2])
+    for place in range(0, COUNT, 2):
+        assert (driver.tensor(space + place * size, size) == place + 1).all()
+    drop(driver, *handles[::2])
+
+
+def test_handles_of_different_sizes(driver, space, size):
+    small, large = driver.create(driver.granule), driver.create(size + driver.granule)
+    driver.map(space + size, large)
+    driver.map(space + size - driver.granule, small)
+    assert driver.reported_bytes(space, size * COUNT) == size + 2 * driver.granule
+    drop(driver, small, large)
+
+
+def test_reported_bytes_follow_the_pages(driver, space, size):
+    whole = size * COUNT
+    handles = [driver.create(size) for _ in range(3)]
+    assert driver.reported_bytes(space, whole) == 0
+    for count, handle in enumerate(handles):
+        driver.map(space + 2 * count * size, handle)
+        assert driver.reported_bytes(space, whole) == (count + 1) * size
+    assert driver.reported_bytes(space, size) == size
+    assert driver.reported_bytes(space + size, size) == 0
+    driver.unmap(handles[0])
+    assert driver.reported_bytes(space, whole) == 2 * size
+    driver.release(handles[0])
+    drop(driver, *handles[1:])
+    assert driver.reported_bytes(space, whole) == 0
+
+
+def test_memory_comes_with_create_and_goes_with_release(driver, space):
+    size = 16 << 20
+    before = resident_bytes()
+    handle = driver.create(size)
+    assert resident_bytes() - before >= size * 0.9
+    driver.release(handle)
+    assert resident_bytes() - before < size * 0.2
+
+
+class TestMisuse:
+    """It raises ValueError and changes nothing."""
+
+    @pytest.fixture(autouse=True)
+    def _unchanged(self, driver, space, size):
+        """Two handles, one of them mapped, are the same after the test as before it."""
+        self.mapped, self.unmapped = driver.create(size), driver.create(size)
+        driver.map(space + size, self.mapped)
+        pages = driver.tensor(space + size, size)
+        pages.fill_(9)
+        before = mappings(space, size * COUNT)
+        yield
+        assert (pages == 9).all()
+        assert driver.reported_bytes(space, size * COUNT) == size
+        assert mappings(space, size * COUNT) == before
+        driver.map(space, self.unmapped)
+        drop(driver, self.mapped, self.unmapped)
+
+    @pytest.mark.parametrize("nbytes", [0, -4096, 1, 4097, 3 << 20 | 1])
+    def test_sizes(self, driver, nbytes):
+        with pytest.raises(ValueError, match=str(nbytes)):
+            driver.create(nbytes)
+        with pytest.raises(ValueError, match=str(nbytes)):
+            driver.reserve(nbytes)
+
+    def test_unknown_handles(self, driver, space):
+        for call in (driver.release, driver.unmap, lambda handle: driver.map(space, handle)):
+            with pytest.raises(ValueError, match="987654"):
+                call(987654)
+
+    def test_release_while_mapped(self, driver):
+        with pytest.raises(ValueError, match="mapped"):
+            driver.release(self.mapped)
+
+    def test_release_twice(self, driver, size):
+        handle = driver.create(size)
+        driver.release(handle)
+        with pytest.raises(ValueError, match=str(handle)):
+            driver.release(handle)
+
+    def test_unmap_what_is_not_mapped(self, driver):
+        with pytest.raises(ValueError, match="not mapped"):
+            driver.unmap(self.unmapped)
+
+    def test_map_twice(self, driver, space, size):
+        with pytest.raises(ValueError, match="already mapped"):
+            driver.map(space + 4 * size, self.mapped)
+
+    def test_map_over_other_pages(self, driver, space, size):
+        for address in (space + size, space + driver.granule, space + 2 * size - driver.granule):
+            with pytest.raises(ValueError, match="have pages already"):
+                driver.map(address, self.unmapped)
+
+    def test_map_outside_a_reservation(self, driver, space, size):
+        for address in (space - driver.granule, space + size * COUNT - driver.granule, 1 << 30):
+            with pytest.raises(ValueError, match="not reserved"):
+                driver.map(address, self.unmapped)
+
+    def test_map_between_granules(self, driver, space, size):
+        with pytest.raises(ValueError, match="granule"):
+            driver.map(space + 3 * size + 1, self.unmapped)
+
+    def test_unreserve(self, driver, space, size):
+        with pytest.raises(ValueError, match="still has pages"):
+            driver.unreserve(space, size * COUNT)
+        for address, nbytes in ((space, size), (space + size, size), (space + size, size * COUNT), (1 << 30, size)):
+            with pytest.raises(ValueError, match="not a reservation"):
+                driver.unreserve(address, nbytes)
+
+
+def test_500_cycles_leak_nothing(driver, space, size):
+    def cycle() -> None:
+        handles = [driver.create(size) for _ in range(COUNT)]
+        for place, handle in enumerate(handles):
+            driver.map(space + place * size, handle)
+        drop(driver, *handles)
+
+    cycle()
+    mappings_before, resident_before = len(mappings()), resident_bytes()
+    for _ in range(500):
+        cycle()
+    assert len(mappings()) <= mappings_before + 4  # the interpreter may have mapped an arena of its own
+    assert resident_bytes() <= resident_before + (4 << 20)  # 500 cycles moved 62 MiB on the smallest granule
+    assert driver.reported_bytes(space, size * COUNT) == 0
+
+
+def test_a_reservation_is_whole_again_after_unmap(driver, space, size):
+    """Holes merge with what is around them, or the process would run out of mappings."""
+    (before,) = mappings(space, size * COUNT)
+    handles = [driver.create(size) for _ in range(COUNT)]
+    for place, handle in enumerate(handles):
+        driver.map(space + place * size, handle)
+    for handle in handles[1::2] + handles[::2]:
+        driver.unmap(handle)
+    (after,) = mappings(space, size * COUNT)
+    assert after[2] == before[2] == "---p"
+    for handle in handles:
+        driver.release(handle)
+
+
+@pytest.mark.parametrize(
+    ("call", "limit"), [("create", "RLIMIT_DATA"), ("create", "RLIMIT_AS"), ("reserve", "RLIMIT_AS")]
+)
+def test_out_of_memory_tells_what_was_asked(python_without_vllm, call, limit):
+    size = 64 << 20
+    result = python_without_vllm(f"""
+import resource
+from elastic_kv.host_driver import HostPageDriver
+from elastic_kv.page_driver import OutOfMemoryError
+driver = HostPageDriver()
+space = driver.reserve({size})
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+used = int(status["VmData" if {limit!r} == "RLIMIT_DATA" else "VmSize"].split()[0]) << 10
+old = resource.getrlimit(resource.{limit})
+resource.setrlimit(resource.{limit}, (used + {size // 2}, old[1]))
+try:
+    driver.{call}({size})
+except OutOfMemoryError as error:
+    print(error.call, error.code, error.nbytes, error.device, str(error), sep="|")
+resource.setrlimit(resource.{limit}, old)
+handle = driver.create({size})  # a later call succeeds
+driver.map(space, handle)
+assert driver.reported_bytes(space, {size}) == {size}
+""")
+    assert result.returncode == 0, result.stderr
+    name, code, nbytes, device, text = result.stdout.strip().split("|")
+    assert (name, code, int(nbytes), device) == ("mmap", "ENOMEM", size, "host")
+    assert all(part in text for part in (name, code, nbytes, device))
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        "pass",
+        "handle = driver.create(size); driver.map(space, handle); driver.unmap(handle)",
+        "handle = driver.create(size); driver.map(space + size, handle)",
+    ],
+    ids=["reserved", "unmapped", "beside pages"],
+)
+@pytest.mark.parametrize("access", ["ctypes.string_at(space, 1)", "ctypes.memset(space, 1, 1)"], ids=["read", "write"])
+def test_touching_addresses_without_pages_ends_the_process(python_without_vllm, prepare, access):
+    result = python_without_vllm(f"""
+import ctypes
+from elastic_kv.host_driver import HostPageDriver
+driver = HostPageDriver()
+size = 1 << 20
+space = driver.reserve(2 * size)
+{prepare}
+print("before", flush=True)
+{access}
+print("after", flush=True)
+""")
+    assert result.returncode == -11, result.stderr
+    assert result.stdout.split() == ["before"]
+
+
+def test_the_memory_modules_need_no_vllm(python_without_vllm):
+    result = python_without_vllm("""
+import elastic_kv.page_driver, elastic_kv.host_driver, elastic_kv.arena, elastic_kv.layout
+try:
+    import vllm
+except ImportError:
+    print("ok", "torch" in sys.modules)
+""")
+    assert result.stdout.split() == ["ok", "False"], result.stderr
+
+
+@pytest.mark.parametrize("name", ["auto", "host"])
+def test_the_driver_of_a_cpu(name):
+    assert make_driver(name, "cpu").name == "host"
+
+
+@pytest.mark.parametrize(("name", "device"), [("host", "cuda"), ("auto", "xpu"), ("nonsense", "cpu"), ("cuda", "cpu")])
+def test_a_driver_for_another_device_is_refused(name, device):
+    with pytest.raises(ValueError, match="no page driver"):
+        make_driver(name, device)

@@ -1,0 +1,32 @@
+"""Shared by all tests. Keep it small."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_LOAD_WITHOUT_VLLM = """
+import importlib.util, pathlib, sys
+sys.modules["vllm"] = None  # any import of vLLM fails
+_folder = pathlib.Path({folder!r})
+_spec = importlib.util.spec_from_file_location(
+    "elastic_kv", _folder / "__init__.py", submodule_search_locations=[str(_folder)]
+)
+sys.modules["elastic_kv"] = importlib.util.module_from_spec(_spec)
+"""
+
+
+@pytest.fixture(scope="session")
+def python_without_vllm():
+    """Runs Python code in a process that cannot import vLLM; our memory modules are `elastic_kv.…` there."""
+    import vllm.v1.elastic_kv
+
+    prelude = _LOAD_WITHOUT_VLLM.format(folder=str(Path(vllm.v1.elastic_kv.__file__).parent))
+
+    def run(code: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, "-c", prelude + code], capture_output=True, text=True, timeout=120, check=False
+        )
+
+    return run
