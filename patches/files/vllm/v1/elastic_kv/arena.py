@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     import torch
 
 
+class ArenaBrokenError(RuntimeError):
+    """A call failed and what was done could not be undone: the arena no longer
+    knows which of the chunks have pages. Not a PageDriverError, since nothing
+    may go on from here.
+    """
+
+
 class KVArena:
     """The memory of one rank's KV cache: a stable range of `capacity_chunks` chunks.
 
@@ -75,6 +82,7 @@ class KVArena:
             ValueError: A chunk is out of range, named twice, or attached already.
             OutOfMemoryError: The device has too little memory now. Nothing is changed.
             PageDriverError: A call failed. What was done is undone.
+            ArenaBrokenError: It could not be undone.
 
         """
         chunks = self._checked(chunks, attached=False)
@@ -91,6 +99,7 @@ class KVArena:
             PageDriverError: A call failed. What was done is undone, unless it was
                 the release of a handle: then the chunks are detached and the
                 handle's memory is lost, which the error says.
+            ArenaBrokenError: It could not be undone.
 
         """
         chunks = self._checked(chunks, attached=True)
@@ -164,8 +173,11 @@ class _Undo:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is None:
             return
+        failures = []
         for function, arguments in reversed(self._steps):
             try:
                 function(*arguments)
-            except PageDriverError as failure:  # undo as much as can be undone, and say what could not
-                error.add_note(f"while undoing it: {failure}")
+            except (PageDriverError, ValueError) as failure:  # go on, and undo as much as can be undone
+                failures.append(str(failure))
+        if failures:
+            raise ArenaBrokenError(f"{error}; and it could not be undone: {'; '.join(failures)}") from error

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from .page_driver import OutOfMemoryError, PageDriver, PageDriverError
+from .page_driver import Ledger, OutOfMemoryError, PageDriver, PageDriverError
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class HostPageDriver(PageDriver):
 
     def __init__(self) -> None:
         self._at: dict[int, tuple[int, int]] = {}  # handle -> where its pages are now, bytes
-        self._mapped: set[int] = set()
+        self._ledger = Ledger(mmap.PAGESIZE)
         self._next_handle = 1
 
     @property
@@ -68,12 +68,18 @@ class HostPageDriver(PageDriver):
 
     def reserve(self, nbytes: int) -> int:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        return self._address("mmap", nbytes, None, nbytes, 0, flags, -1, 0)
+        self._ledger.check_size(nbytes)
+        address = self._address("mmap", nbytes, None, nbytes, 0, flags, -1, 0)
+        self._ledger.reserved(address, nbytes)
+        return address
 
     def unreserve(self, address: int, nbytes: int) -> None:
+        self._ledger.check_unreserve(address, nbytes)
         self._status("munmap", nbytes, address, nbytes)
+        self._ledger.unreserved(address)
 
     def create(self, nbytes: int) -> int:
+        self._ledger.check_size(nbytes)
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         address = self._address("mmap", nbytes, None, nbytes, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         try:
@@ -87,28 +93,27 @@ class HostPageDriver(PageDriver):
             raise
         handle, self._next_handle = self._next_handle, self._next_handle + 1
         self._at[handle] = (address, nbytes)
+        self._ledger.created(handle, nbytes)
         return handle
 
     def release(self, handle: int) -> None:
+        self._ledger.check_release(handle)
         address, nbytes = self._at[handle]
-        if handle in self._mapped:
-            raise ValueError(f"handle {handle} is still mapped at {address:#x}")
         self._status("munmap", nbytes, address, nbytes)
         del self._at[handle]
+        self._ledger.released(handle)
 
     def map(self, address: int, handle: int) -> None:
+        self._ledger.check_map(address, handle)
         source, nbytes = self._at[handle]
-        if handle in self._mapped:
-            raise ValueError(f"handle {handle} is already mapped at {source:#x}")
         flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
         self._address("mremap", nbytes, source, nbytes, nbytes, flags, address)
         self._at[handle] = (address, nbytes)
-        self._mapped.add(handle)
+        self._ledger.mapped(address, handle)
 
     def unmap(self, handle: int) -> None:
+        self._ledger.check_unmap(handle)
         address, nbytes = self._at[handle]
-        if handle not in self._mapped:
-            raise ValueError(f"handle {handle} is not mapped")
         # DONTUNMAP keeps the range occupied until the reservation covers it again. Without it,
         # another thread's mmap could be given the hole.
         flags = _MREMAP_MAYMOVE | _MREMAP_DONTUNMAP
@@ -121,7 +126,7 @@ class HostPageDriver(PageDriver):
             self._address("mremap", nbytes, away, nbytes, nbytes, flags, address)
             raise
         self._at[handle] = (away, nbytes)
-        self._mapped.discard(handle)
+        self._ledger.unmapped(handle)
 
     def synchronize(self) -> None:
         """Nothing runs on the host beside the thread that calls this."""

@@ -3,6 +3,7 @@
 
 import os
 from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class PageDriver(ABC):
     - New pages read as zero. Reserved addresses without pages may not be touched.
     - A handle must be unmapped before it is released.
     - `unmap` does not wait for work that uses the pages: call `synchronize` first.
+
+    A call that breaks one of them raises ValueError and changes nothing; `Ledger` sees to that.
     """
 
     name: ClassVar[str]
@@ -106,6 +109,79 @@ class PageDriver(ABC):
 
         It sees every later `map` and `unmap`, and does not own the range.
         """
+
+
+class Ledger:
+    """What a driver has reserved, created and mapped. The `check_` methods raise
+    ValueError where the rules of `PageDriver` forbid a call; the others record one.
+    """
+
+    def __init__(self, granule: int) -> None:
+        self._granule = granule
+        self._ranges: dict[int, int] = {}  # address -> bytes
+        self._sizes: dict[int, int] = {}  # handle -> bytes
+        self._mapped: dict[int, int] = {}  # handle -> address
+        self._pieces: list[tuple[int, int]] = []  # what is mapped: address and end, in order
+
+    def check_size(self, nbytes: int) -> None:
+        if nbytes <= 0 or nbytes % self._granule:
+            raise ValueError(f"{nbytes} bytes are not whole granules of {self._granule} bytes")
+
+    def reserved(self, address: int, nbytes: int) -> None:
+        self._ranges[address] = nbytes
+
+    def check_unreserve(self, address: int, nbytes: int) -> None:
+        if self._ranges.get(address) != nbytes:
+            raise ValueError(f"{nbytes} bytes at {address:#x} are not a reservation")
+        if self._overlaps(address, address + nbytes):
+            raise ValueError(f"the reservation at {address:#x} still has pages mapped in it")
+
+    def unreserved(self, address: int) -> None:
+        del self._ranges[address]
+
+    def created(self, handle: int, nbytes: int) -> None:
+        self._sizes[handle] = nbytes
+
+    def check_release(self, handle: int) -> None:
+        self._size(handle)
+        if handle in self._mapped:
+            raise ValueError(f"handle {handle} is still mapped at {self._mapped[handle]:#x}")
+
+    def released(self, handle: int) -> None:
+        del self._sizes[handle]
+
+    def check_map(self, address: int, handle: int) -> None:
+        end = address + self._size(handle)
+        if handle in self._mapped:
+            raise ValueError(f"handle {handle} is already mapped at {self._mapped[handle]:#x}")
+        if address % self._granule:
+            raise ValueError(f"address {address:#x} is no multiple of the granule of {self._granule} bytes")
+        if not any(start <= address and end <= start + nbytes for start, nbytes in self._ranges.items()):
+            raise ValueError(f"addresses {address:#x} to {end:#x} are not reserved")
+        if self._overlaps(address, end):
+            raise ValueError(f"addresses {address:#x} to {end:#x} have pages already")
+
+    def mapped(self, address: int, handle: int) -> None:
+        self._mapped[handle] = address
+        insort(self._pieces, (address, address + self._sizes[handle]))
+
+    def check_unmap(self, handle: int) -> None:
+        self._size(handle)
+        if handle not in self._mapped:
+            raise ValueError(f"handle {handle} is not mapped")
+
+    def unmapped(self, handle: int) -> None:
+        address = self._mapped.pop(handle)
+        del self._pieces[bisect_left(self._pieces, (address,))]
+
+    def _size(self, handle: int) -> int:
+        if handle not in self._sizes:
+            raise ValueError(f"there is no handle {handle}")
+        return self._sizes[handle]
+
+    def _overlaps(self, address: int, end: int) -> bool:
+        before = bisect_left(self._pieces, (end,)) - 1
+        return before >= 0 and self._pieces[before][1] > address
 
 
 def make_driver(name: str, device_type: str) -> PageDriver:
