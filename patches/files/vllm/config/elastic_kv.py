@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of the elastic KV cache (``--elastic-kv-config``)."""
 
+import math
 import re
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import field_validator
@@ -12,31 +14,40 @@ if TYPE_CHECKING:
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _LIMIT = 2**62
+_LONGEST = 64  # characters of a value that is read or shown
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_size(value: Any) -> int:
-    """Bytes in `value`: a whole number of bytes, or text such as ``"512MiB"``.
+    """Bytes in `value`: a whole number of bytes, or text such as ``"512MiB"``. Text
+    with a fraction, such as ``"0.3GiB"``, is rounded down to whole bytes.
 
     Raises:
         ValueError: It is not a positive, finite size. The message names the value.
 
     """
-    if isinstance(value, int) and abs(value) >= _LIMIT:  # too long to be shown
-        raise ValueError("A size of 4 EiB or more is not a size: give bytes as a whole number below that.")
-    wanted = f"{value!r} is not a size: give bytes as a whole number, or text such as '512MiB' or '1.5GiB'"
+    number: int | float = 0
     if isinstance(value, str):
-        match = _SIZE.fullmatch(value)
-        if match is None or match[2].upper() not in _UNITS:
-            raise ValueError(wanted)
-        number = float(match[1]) * _UNITS[match[2].upper()]
+        match = _SIZE.fullmatch(value) if len(value) <= _LONGEST else None
+        if match is not None and match[2].upper() in _UNITS:
+            number = math.floor(Fraction(match[1]) * _UNITS[match[2].upper()])
     elif isinstance(value, int | float) and not isinstance(value, bool):
         number = value
-    else:
-        raise ValueError(wanted)
     if not 1 <= number < _LIMIT or number != int(number):  # NaN compares false
-        raise ValueError(wanted)
+        raise ValueError(
+            f"{shown(value)} is not a size: give bytes as a whole number below 2**62, "
+            "or text such as '512MiB' or '1.5GiB'"
+        )
     return int(number)
+
+
+def shown(value: Any) -> str:
+    """`value` as a message can show it: in full if it is short, else its beginning."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write out an int of more than 4,300 digits
+        return f"a value of type {type(value).__name__} too long to be shown"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 @config
@@ -82,7 +93,7 @@ class ElasticKVConfig:
             if smaller is not None and larger is not None and smaller > larger:
                 raise ValueError(f"elastic_kv_config: {low} ({smaller} bytes) is larger than {high} ({larger} bytes)")
 
-    def size(self, name: Literal["base", "start", "capacity"]) -> int | None:
+    def size(self, name: str) -> int | None:
         """The named size in bytes, or None where it was not given."""
         value = getattr(self, name)
         return None if value is None else parse_size(value)
@@ -100,6 +111,7 @@ class ElasticKVConfig:
             "a KV connector (--kv-transfer-config), which may hold on to addresses whose pages come and go": (
                 vllm_config.kv_transfer_config is not None
             ),
+            "--kv-offloading-size, which adds a KV connector": cache.kv_offloading_size is not None,
             "sleep mode (--enable-sleep-mode), which takes the cache away by its own allocator": (
                 vllm_config.model_config is not None and vllm_config.model_config.enable_sleep_mode
             ),
@@ -108,6 +120,9 @@ class ElasticKVConfig:
             ),
             f"--data-parallel-size {parallel.data_parallel_size}": parallel.data_parallel_size > 1,
             f"--pipeline-parallel-size {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
+            f"--prefill-context-parallel-size {parallel.prefill_context_parallel_size}": (
+                parallel.prefill_context_parallel_size > 1
+            ),
             f"--decode-context-parallel-size {parallel.decode_context_parallel_size}": (
                 parallel.decode_context_parallel_size > 1
             ),

@@ -133,6 +133,10 @@ class ElasticBlockPool(BlockPool):
             elif not block.is_null:
                 assert (block.ref_cnt == 0) == (index in ids), f"block {index} is neither free nor in use"
         assert resident.issuperset(self.cached_block_hashes_by_block), "a prefix names a block without pages"
+        for entry in self.cached_block_hash_to_block._cache.values():
+            prefixes = {entry.block_id: entry} if isinstance(entry, KVCacheBlock) else entry
+            assert resident.issuperset(prefixes), f"a prefix names blocks without pages: {sorted(prefixes)}"
+            assert all(block is self.blocks[index] for index, block in prefixes.items()), "a prefix names a stray block"
 
     def _ids(self, chunk: int) -> range:
         size = self.layout.chunk_blocks

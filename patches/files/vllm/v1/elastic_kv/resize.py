@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -16,11 +17,13 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from vllm.config.elastic_kv import parse_size
+from vllm.config.elastic_kv import parse_size, shown
 
 UNITS = ("blocks", "bytes", "tokens", "fraction")
 
 Outcome = Literal["done", "partial", "refused"]
+
+_LONGEST_NAME = 64  # characters of an unknown field that are shown
 
 
 class ResizeRequest(BaseModel):
@@ -31,13 +34,13 @@ class ResizeRequest(BaseModel):
     blocks: Annotated[StrictInt, Field(gt=0, lt=2**62)] | None = None
     """Resident blocks, the null block among them."""
 
-    bytes: Annotated[StrictInt, Field(gt=0, lt=2**62)] | str | None = None
+    bytes: int | str | None = None
     """Bytes on each rank, as a whole number or as text such as `"512MiB"`."""
 
     tokens: Annotated[StrictInt, Field(gt=0, lt=2**62)] | None = None
     """Tokens that the resident blocks have room for."""
 
-    fraction: Annotated[StrictFloat | StrictInt, Field(gt=0, le=1)] | None = None
+    fraction: Annotated[StrictFloat, Field(gt=0, le=1)] | None = None
     """Part of the capacity."""
 
     dry_run: StrictBool = False
@@ -47,12 +50,12 @@ class ResizeRequest(BaseModel):
     """Whether running requests may be preempted to get there. No resize of this
     release preempts; a shrink stops at blocks that are in use."""
 
-    timeout_s: Annotated[StrictFloat | StrictInt, Field(gt=0, le=3600, allow_inf_nan=False)] = 60.0
+    timeout_s: Annotated[StrictFloat, Field(gt=0, le=3600, allow_inf_nan=False)] = 60.0
     """Seconds after which the resize stops where it is."""
 
-    @field_validator("bytes", mode="after")
+    @field_validator("bytes", mode="before")
     @classmethod
-    def _parse_bytes(cls, value: int | str | None) -> int | None:
+    def _parse_bytes(cls, value: Any) -> int | None:
         return None if value is None else parse_size(value)
 
     @model_validator(mode="after")
@@ -81,7 +84,8 @@ class ResizeRequest(BaseModel):
             "blocks": lambda: value,
             "bytes": lambda: value // block_bytes,
             "tokens": lambda: -(-value // block_tokens),
-            "fraction": lambda: math.floor(value * capacity_blocks),
+            # As it was written: 0.29 of 100 is 29, though 0.29 * 100 is a little less.
+            "fraction": lambda: math.floor(Fraction(repr(value)) * capacity_blocks),
         }[unit]()
         if not base_blocks <= blocks <= capacity_blocks:
             raise ValueError(
@@ -124,9 +128,12 @@ def unwrap(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def explain(error: ValidationError) -> str:
-    """One line that names each wrong field of a `ResizeRequest`."""
-    lines = []
-    for item in error.errors(include_url=False, include_context=False, include_input=False):
-        field = item["loc"][0] if item["loc"] else "the request"
-        lines.append(f"{field}: {item['msg'].removeprefix('Value error, ')}")
-    return "; ".join(dict.fromkeys(lines))
+    """One line that names each wrong field of a `ResizeRequest`, and its value."""
+    faults: dict[str, str] = {}
+    for item in error.errors(include_url=False, include_context=False):
+        field = str(item["loc"][0])[:_LONGEST_NAME] if item["loc"] else "the request"
+        fault = item["msg"].removeprefix("Value error, ")
+        if item["loc"] and item["type"] != "value_error":  # ours name the value already
+            fault = f"{fault}, got {shown(item['input'])}"
+        faults.setdefault(field, fault)
+    return "; ".join(f"{field}: {fault}" for field, fault in faults.items())
