@@ -64,6 +64,8 @@ class ElasticBlockPool(BlockPool):
         ids = [block_id for chunk in sorted(chunks) for block_id in self._ids(chunk)]
         if not ids:
             return
+        assert len(set(chunks)) == len(chunks), f"a chunk is named twice in {chunks}"
+        assert self._resident.isdisjoint(chunks), f"some of the chunks {chunks} are resident already"
         self.blocks.extend(KVCacheBlock(block_id, pool=self) for block_id in range(len(self.blocks), ids[-1] + 1))
         self._resident.update(chunks)
         self.free_block_queue.prepend_n([self.blocks[block_id] for block_id in ids])
@@ -102,8 +104,10 @@ class ElasticBlockPool(BlockPool):
         write to them, so their pages have to stay until those steps are done.
         """
         for chunk in plan.chunks:
+            assert chunk in self._resident, f"chunk {chunk} is not resident"
+            assert self._cached_in(chunk) is not None, f"chunk {chunk} is in use"
+        for chunk in plan.chunks:
             blocks = [self.blocks[block_id] for block_id in self._ids(chunk)]
-            assert all(block.ref_cnt == 0 and not block.is_null for block in blocks), f"chunk {chunk} is in use"
             self._notify_reuse(blocks)
             for block in blocks:
                 self._maybe_evict_cached_block(block)
