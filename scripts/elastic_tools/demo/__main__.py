@@ -90,9 +90,7 @@ async def tell(url: str, pid: int | None, chosen: argparse.Namespace, live: Live
     memory_name = (
         "memory of the server's processes (PSS)" if pid is not None else "memory of the cache, as the server reports it"
     )
-    title = (
-        f"{model}, vLLM {version}: a KV cache that grows and shrinks under load. Dashed: resizes, with the size asked"
-    )
+    title = f"{model} on vLLM {version}, with a KV cache that grows and shrinks. Dashed: resizes and the size asked for"
     picture.draw(watch.samples, teller.resizes, block_bytes, chosen.output, title, memory_name)
     settings = {
         "model": model,

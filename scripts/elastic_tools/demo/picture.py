@@ -40,9 +40,10 @@ def draw(
     top = max(max(sample.memory / 2**20 for sample in samples), max(resident))
     upper.set_ylim(0, top * 1.3)
     upper.set_title(title, fontsize=11, loc="left")
-    _mark(upper, resizes, mib, top)
+    _mark(upper, resizes)
+    _name(upper, resizes, mib, top * 1.28)
     handles, labels = upper.get_legend_handles_labels()
-    upper.legend(handles[::-1], labels[::-1], loc="lower center", ncols=3, bbox_to_anchor=(0.5, -0.14), frameon=False)
+    upper.legend(handles[::-1], labels[::-1], loc="lower center", ncols=3, bbox_to_anchor=(0.5, -0.12), frameon=False)
 
     running = [sample.running for sample in samples]
     lower.fill_between(at, running, step="post", color=RUNNING, alpha=0.45, linewidth=0, label="running requests")
@@ -55,10 +56,9 @@ def draw(
     speed.set_ylabel("tokens per second", color=TOKENS)
     for axes in (lower, speed):
         axes.set_ylim(bottom=0)
-    for resize in resizes:
-        lower.axvline(resize.started, color=MARK, linewidth=0.8, linestyle="--")
+    _mark(lower, resizes)
     handles = [*lower.get_legend_handles_labels()[0], *speed.get_legend_handles_labels()[0]]
-    lower.legend(handles=handles, loc="upper right", fontsize=8, framealpha=0.85)
+    lower.legend(handles=handles, loc="lower center", ncols=3, bbox_to_anchor=(0.5, 1.0), frameon=False)
     for axes in (upper, lower):
         axes.grid(axis="y", alpha=0.25)
         axes.set_xlim(0, max(at))
@@ -80,14 +80,20 @@ def tokens_per_second(samples: Sequence[Sample]) -> list[float]:
     return speeds
 
 
-def _mark(axes: "Axes", resizes: Sequence[Resize], mib: float, top: float) -> None:
+def _mark(axes: "Axes", resizes: Sequence[Resize]) -> None:
+    """A line where a resize was asked for, and grey until it was answered."""
     for resize in resizes:
+        axes.axvspan(resize.started, resize.ended, color=MARK, alpha=0.2, linewidth=0)
         axes.axvline(resize.started, color=MARK, linewidth=0.8, linestyle="--")
+
+
+def _name(axes: "Axes", resizes: Sequence[Resize], mib: float, height: float) -> None:
+    """The size that was asked for, and the outcome where it was not had."""
+    for resize in resizes:
         outcome = resize.answer["outcome"]
-        text = f"{resize.asked_blocks * mib:,.0f} MiB" + ("" if outcome == "done" else f"\n{outcome}")
         axes.annotate(
-            text,
-            (resize.started, top * 1.28),
+            f"{resize.asked_blocks * mib:,.0f} MiB" + ("" if outcome == "done" else f"\n{outcome}"),
+            (resize.started, height),
             xytext=(3, 0),
             textcoords="offset points",
             rotation=90,

@@ -18,6 +18,7 @@ from elastic_tools.pins import ROOT
 
 START_LIMIT = 900.0  # seconds; a busy machine needs minutes to import and load
 STOP_LIMIT = 60.0
+CHILDREN_LIMIT = 10.0
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -92,7 +93,7 @@ def end(process: "subprocess.Popen[bytes]") -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    _, left = psutil.wait_procs(tree, timeout=10)
+    _, left = psutil.wait_procs(tree, timeout=CHILDREN_LIMIT)
     for child in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()

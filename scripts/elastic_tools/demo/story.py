@@ -72,7 +72,7 @@ class Teller:
             if act.clients is not None:
                 self.load.wanted = act.clients
                 self.say(f"{self.watch.now:5.1f} s  {act.what}: {act.clients} requests at a time")
-        await self.load.drain(limit_s=120)
+        await self.load.drain(limit_s=300)
         await asyncio.sleep(max(1.0, self.watch.begin + 0.97 * seconds - time.monotonic()))
         await self.resize("back to the size of the start, idle", before)
         await asyncio.sleep(max(1.0, self.watch.begin + seconds - time.monotonic()))
