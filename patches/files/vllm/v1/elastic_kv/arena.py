@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """One reservation, and the chunks of it that have pages."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .layout import Segment
 from .page_driver import OutOfMemoryError, PageDriver, PageDriverError
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 
 class ArenaBrokenError(RuntimeError):
@@ -47,6 +50,7 @@ class KVArena:
         self.nbytes = sum(segment.stride for segment in segments) * chunk_blocks * capacity_chunks
         self.address = driver.reserve(self.nbytes)
         self._handles: dict[int, list[int]] = {}  # chunk -> one handle per segment
+        self._unreleased: list[int] = []  # mapped nowhere; their release failed and is tried again
 
     @property
     def chunk_bytes(self) -> int:
@@ -65,7 +69,10 @@ class KVArena:
 
     @property
     def num_handles(self) -> int:
-        return sum(map(len, self._handles.values()))
+        """Handles that hold memory: one per attached chunk and segment, and those
+        that could not be released yet.
+        """
+        return len(self._handles) * len(self.segments) + len(self._unreleased)
 
     def reported_bytes(self) -> int:
         """Bytes that are attached, as the system or the driver tells it."""
@@ -86,6 +93,7 @@ class KVArena:
 
         """
         chunks = self._checked(chunks, attached=False)
+        self._release([])
         self._check_memory(len(chunks) * self.chunk_bytes)
         with _Undo() as undo:
             handles = {chunk: self._map_chunk(chunk, undo) for chunk in chunks}
@@ -94,11 +102,12 @@ class KVArena:
     def detach(self, chunks: Iterable[int]) -> None:
         """Take the pages of `chunks` and give them back to the device.
 
+        A handle that cannot be released does not count as failure: its chunk is
+        detached, and the next call tries again to give the memory back.
+
         Raises:
             ValueError: A chunk is out of range, named twice, or not attached.
-            PageDriverError: A call failed. What was done is undone, unless it was
-                the release of a handle: then the chunks are detached and the
-                handle's memory is lost, which the error says.
+            PageDriverError: A call failed. What was done is undone.
             ArenaBrokenError: It could not be undone.
 
         """
@@ -109,20 +118,12 @@ class KVArena:
                 for segment, handle in zip(self.segments, self._handles[chunk], strict=True):
                     self.driver.unmap(handle)
                     undo.add(self.driver.map, self._chunk_address(segment, chunk), handle)
-        lost: list[PageDriverError] = []
-        for handle in [handle for chunk in chunks for handle in self._handles.pop(chunk)]:
-            try:
-                self.driver.release(handle)
-            except PageDriverError as error:  # go on: the other handles must not be lost with it
-                lost.append(error)
-        if lost:
-            lost[0].add_note(f"{len(lost)} handles could not be given back; their chunks are detached all the same")
-            raise lost[0]
+        self._release([handle for chunk in chunks for handle in self._handles.pop(chunk)])
 
     def close(self) -> None:
         """Detach everything and give the range back. The tensor is no longer valid."""
+        self.detach(sorted(self._handles))
         if self.nbytes:
-            self.detach(sorted(self._handles))
             self.driver.unreserve(self.address, self.nbytes)
             self.nbytes = 0
 
@@ -130,11 +131,21 @@ class KVArena:
         handles = []
         for segment in self.segments:
             handle = self.driver.create(segment.stride * self.chunk_blocks)
-            undo.add(self.driver.release, handle)
+            undo.add(self._release, [handle])
             self.driver.map(self._chunk_address(segment, chunk), handle)
             undo.add(self.driver.unmap, handle)
             handles.append(handle)
         return handles
+
+    def _release(self, handles: Iterable[int]) -> None:
+        """Release `handles`, and those that could not be released earlier."""
+        pending, self._unreleased = [*self._unreleased, *handles], []
+        for handle in pending:
+            try:
+                self.driver.release(handle)
+            except PageDriverError as error:
+                logger.warning("Elastic KV cache: memory could not be given back, to be tried again: %s", error)
+                self._unreleased.append(handle)
 
     def _chunk_address(self, segment: Segment, chunk: int) -> int:
         return self.address + segment.offset + chunk * self.chunk_blocks * segment.stride
@@ -162,12 +173,12 @@ class _Undo:
     """Runs what was added, last first, if the block it guards fails."""
 
     def __init__(self) -> None:
-        self._steps: list[tuple[Callable[..., None], tuple[int, ...]]] = []
+        self._steps: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def __enter__(self) -> "_Undo":
         return self
 
-    def add(self, function: Callable[..., None], *arguments: int) -> None:
+    def add(self, function: Callable[..., None], *arguments: Any) -> None:
         self._steps.append((function, arguments))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:

@@ -33,9 +33,12 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 logger = init_logger(__name__)
 
 T = TypeVar("T")
+WorkerCall = Callable[[Any, Sequence[int]], RankReport]
 
-# Bytes attached or detached in one go, on each rank: bounds how long a resize holds up a step.
-SLICE_BYTES = 64 << 20
+# A resize is cut into slices, between which the engine steps. Each slice shall hold it up for about
+# this long; how many bytes that is, the slices before it tell.
+SLICE_MS = 50.0
+FIRST_SLICE_BYTES = 64 << 20
 
 
 class ElasticKVController:
@@ -59,6 +62,9 @@ class ElasticKVController:
         self._fatal: RanksDisagreeError | None = None
         self._ranks: list[RankState] = self._call(worker_side.measure).result()
         self._block_bytes = max(rank["resident_bytes"] for rank in self._ranks) // pool.num_gpu_blocks
+        chunk_bytes = self._block_bytes * pool.layout.chunk_blocks
+        pace = FIRST_SLICE_BYTES / chunk_bytes / SLICE_MS
+        self._chunks_per_ms: dict[WorkerCall, float] = {worker_side.attach: pace, worker_side.detach: pace}
         # Tokens in a block, of a request that takes blocks from every cache group.
         self._block_tokens = engine.vllm_config.cache_config.block_size
 
@@ -209,7 +215,7 @@ class ElasticKVController:
         return job.end(*_outcome_of_shrink(len(plan.chunks), plan.missing))
 
     def _grow(self, job: Job, chunks: Sequence[int]) -> Transaction:
-        for first, part in self._slices(chunks):
+        for first, part in self._slices(worker_side.attach, chunks):
             error = f"not done within {job.request.timeout_s:g} s" if job.overdue else None
             error = error or (yield from self._on_all_ranks(job, worker_side.attach, worker_side.detach, part))
             if error:
@@ -227,7 +233,7 @@ class ElasticKVController:
             job.result.evicted = plan.evicted
         yield Fence(self._engine)
         # From here on the pages go, even if the caller's time is up: nothing uses them any more.
-        for first, part in self._slices(plan.chunks):
+        for first, part in self._slices(worker_side.detach, plan.chunks):
             error = yield from self._on_all_ranks(job, worker_side.detach, worker_side.attach, part)
             if error:
                 self.pool.grow(plan.chunks[first:])
@@ -235,21 +241,26 @@ class ElasticKVController:
                 return job.end("partial" if first else "refused", error)
         return job.end(*_outcome_of_shrink(len(plan.chunks), plan.missing))
 
-    def _slices(self, chunks: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
-        size = max(1, SLICE_BYTES // (self._block_bytes * self.pool.layout.chunk_blocks))
-        for first in range(0, len(chunks), size):
+    def _slices(self, do: WorkerCall, chunks: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+        first = 0
+        while first < len(chunks):
+            size = max(1, int(self._chunks_per_ms[do] * SLICE_MS))
             yield first, chunks[first : first + size]
+            first += size
 
     def _on_all_ranks(
         self,
         job: Job,
-        do: Callable[[Any, Sequence[int]], RankReport],
-        undo: Callable[[Any, Sequence[int]], RankReport],
+        do: WorkerCall,
+        undo: WorkerCall,
         chunks: Sequence[int],
     ) -> Generator[Waitable, Any, str | None]:
         """Do something to `chunks` on every rank, or on none. Returns why it was none."""
         reports: list[RankReport] = yield self._call(do, chunks)
-        job.result.pause_ms += max(report["elapsed_ms"] for report in reports)
+        elapsed_ms = max(report["elapsed_ms"] for report in reports)
+        job.result.pause_ms += elapsed_ms
+        pace = self._chunks_per_ms[do]
+        self._chunks_per_ms[do] = min(4 * pace, len(chunks) / max(elapsed_ms, 0.001))
         failed = [f"rank {report['rank']}: {report['error']}" for report in reports if report["error"]]
         if not failed:
             return None

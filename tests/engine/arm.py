@@ -1,0 +1,96 @@
+"""One arm of a comparison: runs the same 32 requests in an in-process engine and prints their tokens.
+
+    python arm.py '{"elastic": {...} | null, "resize": true, "async_scheduling": false, "model": "...", "seed": 0}'
+
+The last line of the output is JSON: the token ids of every request, which vLLM was imported, and how
+the resizes went. Which vLLM that is, patched or not, is up to PYTHONPATH.
+"""
+
+import importlib.util
+import json
+import os
+import random
+import sys
+from collections import Counter
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+import vllm
+from vllm import EngineArgs, LLMEngine, SamplingParams
+
+
+def requests(count: int, rng: random.Random) -> list[tuple[str, SamplingParams]]:
+    """Short and long prompts, some with a prefix in common, greedy, of mixed output lengths."""
+    story = "The lighthouse keeper wrote in his log every evening, whatever the weather was. " * 12
+    subjects = ["a storm", "the sea", "an old map", "two dogs", "a letter", "the lamp", "winter", "a ship"]
+    made = []
+    for number in range(count):
+        subject = subjects[number % len(subjects)]
+        prompt = [
+            f"Question {number}: name three things that are blue.\nAnswer:",
+            f"{story}One evening he wrote about {subject}:",
+            f"{story[: 80 * rng.randint(1, 6)]}Then came {subject}, and",
+            f"Write a sentence about {subject} and the number {rng.randint(10, 99)}.\n",
+        ][number % 4]
+        made.append((prompt, SamplingParams(temperature=0, max_tokens=rng.randint(8, 40), ignore_eos=True)))
+    return made
+
+
+def main(options: dict) -> dict:
+    rng = random.Random(options.get("seed", 0))
+    todo = requests(32, rng)
+    elastic = (
+        {"elastic_kv_config": options["elastic"]} if options.get("elastic") else {"kv_cache_memory_bytes": 1 << 29}
+    )
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=options["model"],
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=1024,
+            block_size=32,
+            max_num_seqs=12,
+            max_num_batched_tokens=512,
+            disable_log_stats=True,
+            async_scheduling=options.get("async_scheduling", False),
+            **elastic,
+        )
+    )
+    core = engine.engine_core.engine_core
+    outputs, outcomes, sizes, in_flight = {}, Counter(), [], 0
+    step = 0
+    while todo or engine.has_unfinished_requests():
+        for _ in range(rng.randint(0, 3)):
+            if todo:
+                prompt, params = todo.pop(0)
+                engine.add_request(f"request-{len(todo):02d}", prompt, params)
+        for output in engine.step():
+            if output.finished:
+                outputs[output.request_id] = list(output.outputs[0].token_ids)
+        step += 1
+        if options.get("resize"):
+            in_flight += bool(core.batch_queue)
+            state = engine.elastic_kv_state()["blocks"]
+            # Seldom the least: then everything waits until the next resize.
+            low = state["base"] if rng.random() < 0.1 else 40
+            answer = engine.resize_kv_cache(blocks=rng.randint(low, state["capacity"]))
+            outcomes[answer["outcome"]] += 1
+            sizes.append(answer["to"])
+            core.elastic_kv.pool.check()
+            now = engine.elastic_kv_state()
+            assert now["bytes"]["reported"] == now["bytes"]["resident"], now["bytes"]
+            assert now["blocks"]["resident"] == answer["to"], (now["blocks"], answer)
+    return {
+        "vllm": vllm.__file__,
+        "patched": importlib.util.find_spec("vllm.v1.elastic_kv") is not None,
+        "async": core.batch_queue is not None,
+        "steps": step,
+        "steps_in_flight": in_flight,
+        "outcomes": outcomes,
+        "sizes": sizes,
+        "outputs": dict(sorted(outputs.items())),
+    }
+
+
+if __name__ == "__main__":
+    print("\n" + json.dumps(main(json.loads(sys.argv[1]))))

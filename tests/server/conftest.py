@@ -1,0 +1,22 @@
+import pytest
+from support.servers import SUPPORT, engine_environment, serving
+
+KEY = "a-test-key"
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """One server for all tests here: elastic, with an API key, asynchronous scheduling on."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    environment = engine_environment() | {"PYTHONPATH": str(SUPPORT)}
+    arguments = ["--elastic-kv-config", '{"start": "256MiB", "capacity": "1GiB"}', "--async-scheduling"]
+    with serving(log, *arguments, key=KEY, environment=environment) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def full_size(request):
+    """Every test begins at capacity, idle."""
+    server = request.getfixturevalue("server")
+    answer = server.resize(fraction=1)
+    assert answer["outcome"] == "done", answer

@@ -1,0 +1,182 @@
+"""A real server answers while its cache grows and shrinks, and the system sees the memory come and go."""
+
+import random
+import threading
+import time
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+RESIZES = 40  # of the storm
+
+PROMPTS = [f"Question {number}: name three things that are blue.\nAnswer:" for number in range(8)]
+
+
+def assert_consistent(state):
+    blocks = state["blocks"]
+    assert all(count >= 0 for count in blocks.values()), blocks
+    assert blocks["base"] <= blocks["resident"] <= blocks["capacity"], blocks
+    # The null block belongs to none of the three.
+    assert blocks["used"] + blocks["cached"] + blocks["free"] == blocks["resident"] - 1, blocks
+
+
+def test_the_state_tells_all_sizes(server):
+    state = server.state()
+    assert_consistent(state)
+    assert (state["policy"], state["driver"], state["block_size"]) == ("static", "host", 32)
+    per_block = state["bytes"]["per_block"]
+    assert per_block == 30 * 2 * 32 * 3 * 64 * 4  # layers, K and V, tokens, KV heads, head size, float32
+    assert state["blocks"]["capacity"] == (1 << 30) // per_block
+    assert state["blocks"]["base"] == state["chunk_blocks"]
+    assert state["bytes"]["resident"] == state["blocks"]["resident"] * per_block
+    assert [rank["rank"] for rank in state["ranks"]] == [0]
+    assert state["ranks"][0]["handles"] == 30 * state["blocks"]["resident"] // state["chunk_blocks"]
+    assert state["last"]["to"] == state["blocks"]["capacity"]
+
+
+def test_it_schedules_asynchronously(server):
+    """Otherwise the tests here would say nothing about steps in flight."""
+    assert "Asynchronous scheduling stays on" in server.log.read_text()
+
+
+def test_memory_follows_each_resize(server):
+    """The memory behind the cache, read from outside, rises and falls by what was asked, within a chunk.
+
+    The same holds for all memory of the server's processes, but for what they allocate besides.
+    """
+    state = server.state()
+    per_block, chunk_blocks = state["bytes"]["per_block"], state["chunk_blocks"]
+    capacity, base = state["blocks"]["capacity"], state["blocks"]["base"]
+    for blocks in (capacity // 2, capacity, base, capacity // 3, capacity // 4, capacity):
+        size, cache, total = server.state()["blocks"]["resident"], server.cache_bytes(), server.resident_bytes()
+        answer = server.resize(blocks=blocks)
+        assert (answer["outcome"], answer["from"]) == ("done", size), answer
+        assert blocks - chunk_blocks < answer["to"] <= blocks
+        asked = (blocks - size) * per_block
+        assert abs(server.cache_bytes() - cache - asked) <= chunk_blocks * per_block
+        assert abs(server.resident_bytes() - total - asked) <= chunk_blocks * per_block + (16 << 20)
+        reported = server.state()["bytes"]["reported"]
+        assert reported == server.cache_bytes() == answer["to"] * per_block
+        if blocks != base:
+            assert server.complete("The capital of France is", 2).startswith(" Paris")
+
+
+@pytest.mark.parametrize("unit", ["blocks", "bytes", "tokens", "fraction"])
+def test_each_unit(server, unit):
+    state = server.state()
+    blocks = state["blocks"]["capacity"] // 2
+    value = {
+        "blocks": blocks,
+        "bytes": blocks * state["bytes"]["per_block"],
+        "tokens": blocks * state["block_size"],
+        "fraction": 0.5,
+    }[unit]
+    answer = server.resize(**{unit: value})
+    assert answer["outcome"] == "done", answer
+    assert answer["to"] == blocks // state["chunk_blocks"] * state["chunk_blocks"]
+
+
+def test_a_dry_run_tells_and_changes_nothing(server):
+    before = server.state()["blocks"]
+    answer = server.resize(blocks=before["base"], dry_run=True)
+    assert (answer["outcome"], answer["from"], answer["to"]) == ("done", before["resident"], before["base"])
+    assert server.state()["blocks"] == before
+
+
+def test_bad_input_changes_nothing(server):
+    before = server.state()
+    for body in ({}, {"blocks": 0}, {"blocks": 10**9}, {"bytes": "1 parsec"}, {"blocks": 20, "tokens": 2}, {"what": 1}):
+        status, answer = server.call("POST", "/elastic_kv/resize", body)
+        assert status == 400, answer
+        assert answer["error"]["message"]
+    status, _ = server.call("POST", "/elastic_kv/resize", {"fraction": 0.5}, key="wrong")
+    assert status == 401
+    after = server.state()
+    assert (after["blocks"], after["transactions"]) == (before["blocks"], before["transactions"])
+
+
+def test_live_blocks_stay(server):
+    """A shrink to the base while requests run stops at their blocks, says so, and no token changes."""
+    wanted = [server.complete(prompt, 48) for prompt in PROMPTS]
+    got, floor = {}, server.state()["blocks"]["base"]
+
+    def ask(number):
+        got[number] = server.complete(PROMPTS[number], 48)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 120
+    while not server.state()["blocks"]["used"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    answer = server.resize(blocks=floor)
+    assert answer["outcome"] == "partial", answer
+    assert floor < answer["to"]
+    assert "requests are using" in answer["reason"]
+    server.resize(fraction=1)
+    for thread in threads:
+        thread.join(300)
+    assert [got[number] for number in range(len(PROMPTS))] == wanted
+
+
+def test_a_storm_of_resizes_changes_no_token(server):
+    wanted = [server.complete(prompt, 32) for prompt in PROMPTS]
+    state = server.state()
+    stop, wrong, answers = threading.Event(), [], 0
+
+    def client(seed):
+        nonlocal answers
+        rng = random.Random(seed)
+        while not stop.is_set():
+            number = rng.randrange(len(PROMPTS))
+            text = server.complete(PROMPTS[number], 32)
+            answers += 1
+            if text != wanted[number]:
+                wrong.append((number, text))
+
+    threads = [threading.Thread(target=client, args=(seed,), daemon=True) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    rng, outcomes = random.Random(1), set()
+    for _ in range(RESIZES):
+        answer = server.resize(blocks=rng.randint(state["blocks"]["base"], state["blocks"]["capacity"]))
+        outcomes.add(answer["outcome"])
+        assert_consistent(server.state())
+        time.sleep(rng.uniform(0, 0.2))
+    server.resize(fraction=1)
+    stop.set()
+    for thread in threads:
+        thread.join(300)
+        assert not thread.is_alive()
+    assert answers > 0
+    assert wrong == []
+    assert outcomes <= {"done", "partial", "refused"}
+    idle = server.resize(blocks=state["blocks"]["base"])
+    assert idle["outcome"] == "done", idle
+    assert server.state()["bytes"]["reported"] == state["blocks"]["base"] * state["bytes"]["per_block"]
+
+
+def test_metrics_follow(server):
+    answer = server.resize(fraction=0.25)
+    deadline = time.monotonic() + 60  # the front end gets them a moment after the answer
+    while time.monotonic() < deadline:
+        lines = server.call("GET", "/metrics")[1].splitlines()
+        metrics = dict(line.rsplit(" ", 1) for line in lines if line.startswith("vllm:elastic_kv_"))
+        labels = '{engine="0",model_name="SmolLM2"}'
+        if float(metrics["vllm:elastic_kv_resident_blocks" + labels]) == answer["to"]:
+            break
+        time.sleep(0.1)
+    state = server.state()
+    for name, value in {
+        "resident_blocks": answer["to"],
+        "capacity_blocks": state["blocks"]["capacity"],
+        "base_blocks": state["blocks"]["base"],
+        "resident_bytes": state["bytes"]["resident"],
+        "reported_bytes": state["bytes"]["reported"],
+        "resize_seconds_count": sum(state["transactions"].values()),
+        "resize_pause_seconds_count": sum(state["transactions"].values()),
+    }.items():
+        assert float(metrics[f"vllm:elastic_kv_{name}{labels}"]) == value, name
+    resizes = [float(value) for name, value in metrics.items() if name.startswith("vllm:elastic_kv_resizes_total")]
+    assert sum(resizes) == sum(state["transactions"].values())
