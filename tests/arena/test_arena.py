@@ -189,26 +189,35 @@ def test_detach_waits_for_running_work_first(arena):
 
 
 @pytest.mark.parametrize("number", range(1, 2 * SEGMENTS + 1))
-def test_a_handle_that_cannot_be_released_is_lost_alone(arena, number):
+def test_a_handle_that_cannot_be_released_is_released_later(arena, caplog, number):
+    """Whether the chunk has pages must not depend on it: a rank that kept them would differ from the others."""
     arena.attach(range(3))
     arena.driver.fail("release", number)
-    with pytest.raises(PageDriverError, match="release") as failure:
-        arena.detach([0, 1])
-    assert "1 handles could not be given back" in failure.value.__notes__[0]
+    arena.detach([0, 1])
     assert arena.attached == {2}
     assert arena.reported_bytes() == arena.resident_bytes
-    lost = arena.driver.live - {handle for handles in arena._handles.values() for handle in handles}
-    assert len(lost) == 1
+    assert len(arena.driver.live) == arena.num_handles == SEGMENTS + 1  # the leak is seen while it lasts
+    assert "could not be given back" in caplog.text
+    arena.attach([0])
+    check(arena)
+    arena.detach([0, 2])
+    check(arena)
+
+
+@pytest.mark.parametrize(("number", "left"), [(1, 0), (4, 1)])
+def test_a_handle_that_cannot_be_released_while_undoing(arena, number, left):
+    """Four handles are released; the first is tried again with the others, the last one later."""
+    arena.driver.fail("map", number=4)
+    arena.driver.fail("release", number)
+    with pytest.raises(PageDriverError, match="map"):
+        arena.attach([0, 1])
+    assert arena.attached == frozenset()
+    assert arena.num_handles == len(arena.driver.live) == left
     arena.attach([0, 1])
-    assert arena.attached == {0, 1, 2}
-    assert arena.reported_bytes() == arena.resident_bytes
-    arena.driver.live -= lost
+    check(arena)
 
 
-@pytest.mark.parametrize(
-    ("operation", "call", "undo"),
-    [("attach", "map", "unmap"), ("attach", "map", "release"), ("detach", "unmap", "map")],
-)
+@pytest.mark.parametrize(("operation", "call", "undo"), [("attach", "map", "unmap"), ("detach", "unmap", "map")])
 def test_what_cannot_be_undone_is_no_ordinary_failure(faulty, operation, call, undo):
     arena = make_arena(faulty)
     arena.attach([0, 1])
@@ -266,15 +275,16 @@ def test_close_can_be_tried_again(faulty, call):
     assert faulty.calls["unreserve"] == (2 if call == "unreserve" else 1)
 
 
-def test_close_after_a_lost_handle(faulty):
+def test_close_with_a_handle_that_cannot_be_released(faulty):
     arena = make_arena(faulty)
     arena.attach(range(2))
-    faulty.fail("release")
-    with pytest.raises(PageDriverError, match="release"):
-        arena.close()
+    faulty.fail("release", always=True)
     arena.close()
     assert faulty.calls["unreserve"] == 1
-    assert len(faulty.live) == 1
+    assert len(faulty.live) == arena.num_handles == 2 * SEGMENTS
+    faulty.mend()
+    arena.close()
+    assert not faulty.live
 
 
 def test_close_gives_the_range_back(faulty):
