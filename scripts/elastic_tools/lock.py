@@ -28,7 +28,17 @@ def resolve(name: str, constraints: Path, options: list[str], python: str, targe
         "--no-annotate",
         "--no-header",
     ]
-    command += ["--python-platform", PLATFORM, "--python-version", python, "--constraint", str(constraints), *options]
+    command += [
+        "--only-binary",
+        ":all:",
+        "--python-platform",
+        PLATFORM,
+        "--python-version",
+        python,
+        "--constraint",
+        str(constraints),
+        *options,
+    ]
     command += ["--output-file", str(target), str(REQUIREMENTS / f"{name}.txt")]
     result = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if result.returncode != 0:

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -236,6 +237,7 @@ def pip(*arguments: str, total: int = 0) -> None:
     """Runs pip in the environment, shows how far it is, and tries again where a download broke."""
     command = [str(PYTHON), "-m", "pip", *arguments[:1], "--no-input", "--disable-pip-version-check", "--retries", "5"]
     command += [*arguments[1:], "--progress-bar", "off"]
+    forget_half_installed()
     for attempt in range(1, ATTEMPTS + 1):
         code, lines = run_pip(command, total)
         if code == 0:
@@ -251,6 +253,16 @@ def pip(*arguments: str, total: int = 0) -> None:
     raise SetupError("pip failed:\n" + "\n".join(lines[-15:]))
 
 
+def forget_half_installed() -> None:
+    """Makes pip install again what an interruption left half there, by taking its metadata away.
+
+    pip writes INSTALLER when a package's own files are all in place.
+    """
+    for metadata in site_packages().glob("*.dist-info"):
+        if not (metadata / "INSTALLER").exists():
+            shutil.rmtree(metadata)
+
+
 def run_pip(command: list[str], total: int) -> tuple[int, list[str]]:
     """One run of pip: its exit status and its output."""
     lines: list[str] = []
@@ -259,10 +271,15 @@ def run_pip(command: list[str], total: int) -> tuple[int, list[str]]:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=CACHE
     )
     assert process.stdout is not None
-    with progress(lambda: pip_position(lines, total)):
-        for line in process.stdout:
-            lines.append(line.rstrip())
-    return process.wait(), lines
+    try:
+        with progress(lambda: pip_position(lines, total)):
+            for line in process.stdout:
+                lines.append(line.rstrip())
+        return process.wait(), lines
+    finally:
+        if process.poll() is None:  # interrupted: leave nothing behind that would write beside the next run
+            process.terminate()
+            process.wait()
 
 
 def pip_position(lines: list[str], total: int) -> str:
@@ -392,6 +409,7 @@ def main() -> int:
     parser.add_argument("--force", action="store_true", help="make the environment anew")
     arguments = parser.parse_args()
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     begin = time.monotonic()
     engine = arguments.engine
     if engine == "auto":

@@ -1,8 +1,10 @@
 """The environment maker: what it would install, and that it does neither too much nor too little."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -217,6 +219,37 @@ def test_wrong_hash_is_not_tried_again(place):
     with pytest.raises(setup.SetupError, match="does not have the hash"):
         setup.pip("install", "thing")
     assert (setup.CACHE / "tries").read_text() == "x\n"
+
+
+def test_half_installed_package_is_installed_again(place, monkeypatch):
+    monkeypatch.setattr(setup, "site_packages", lambda: place)
+    for name, file in [("whole", "INSTALLER"), ("half", "METADATA")]:
+        (place / f"{name}-1.dist-info").mkdir()
+        (place / f"{name}-1.dist-info" / file).touch()
+    fake_python(place, "exit 0")
+    setup.pip("install", "half")
+    assert [path.name for path in place.glob("*.dist-info")] == ["whole-1.dist-info"]
+
+
+def test_interruption_stops_pip(place, monkeypatch):
+    fake_python(place, "exec sleep 60")
+    started = []
+
+    @contextlib.contextmanager
+    def interrupted(position):
+        raise KeyboardInterrupt
+        yield
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(setup, "progress", interrupted)
+    monkeypatch.setattr(setup.subprocess, "Popen", Popen)
+    with pytest.raises(KeyboardInterrupt):
+        setup.run_pip([str(setup.PYTHON)], 0)
+    assert started[0].returncode == -signal.SIGTERM
 
 
 def test_torch_comes_from_its_own_index_only_where_the_others_lack_it(monkeypatch):
