@@ -1,0 +1,149 @@
+"""An engine core as the controller sees it: a real block pool, a real arena on every rank, and no model."""
+
+from collections import deque
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import torch
+from arena.drivers import FaultyDriver
+from pool.pools import TOKENS, check, make_arena, make_layout, make_pool
+from vllm.config.elastic_kv import ElasticKVConfig
+from vllm.v1.elastic_kv.controller import ElasticKVController
+from vllm.v1.elastic_kv.host_driver import HostPageDriver
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+
+SPEC = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
+MODEL_LEN = 10 * TOKENS
+WATERMARK = 0.1
+
+
+class Executor:
+    """Calls functions on every rank. With `hold`, only when `step` says so, as busy workers do."""
+
+    def __init__(self, arenas) -> None:
+        self.workers = [
+            SimpleNamespace(
+                rank=rank,
+                model_runner=SimpleNamespace(kv_cache_config=SimpleNamespace(elastic_kv=SimpleNamespace(arena=arena))),
+            )
+            for rank, arena in enumerate(arenas)
+        ]
+        self.hold = False
+        self.time_out_on: str | None = None
+        self.broken_on: str | None = None
+        self.calls: list[str] = []
+        self._waiting: deque = deque()
+
+    def collective_rpc(self, function, timeout=None, args=(), kwargs=None, non_block=False):
+        self.calls.append(function.__name__)
+        future: Future = Future()
+        if function.__name__ == self.broken_on:
+            raise RuntimeError("the executor is shut down")
+        if function.__name__ == self.time_out_on:
+            future.set_exception(TimeoutError(f"RPC call to {function.__name__} timed out."))
+            return future
+        self._waiting.append((future, function, args))
+        if not self.hold:
+            self.step()
+        return future
+
+    def step(self) -> None:
+        """Let the workers do what was asked of them, in order."""
+        while self._waiting:
+            future, function, args = self._waiting.popleft()
+            try:
+                future.set_result([function(worker, *args) for worker in self.workers])
+            except Exception as error:
+                future.set_exception(error)
+
+
+class Engine:
+    """The parts of an engine core that the controller uses. Sizes are chunks."""
+
+    def __init__(self, ranks=2, chunk_blocks=2, base=1, start=3, capacity=8, strides=None) -> None:
+        self.layout = make_layout(chunk_blocks, base, start, capacity)
+        self.drivers = [FaultyDriver(HostPageDriver()) for _ in range(ranks)]
+        strides = strides or [4096] * ranks
+        self.arenas = [
+            make_arena(self.layout, driver, stride) for driver, stride in zip(self.drivers, strides, strict=True)
+        ]
+        self.pool = make_pool(self.layout, enable_kv_cache_events=True)
+        self.model_executor = Executor(self.arenas)
+        self.batch_queue: deque | None = deque()
+        self.scheduler = SimpleNamespace(
+            kv_cache_manager=SimpleNamespace(
+                block_pool=self.pool,
+                watermark_blocks=int(WATERMARK * self.layout.start_blocks),
+                kv_cache_config=SimpleNamespace(
+                    num_blocks=self.layout.start_blocks, kv_cache_groups=[KVCacheGroupSpec(["layer"], SPEC)]
+                ),
+            )
+        )
+        self.vllm_config = SimpleNamespace(
+            elastic_kv_config=ElasticKVConfig(),
+            cache_config=SimpleNamespace(
+                block_size=TOKENS,
+                num_gpu_blocks=self.layout.start_blocks,
+                kv_cache_size_tokens=self.layout.start_blocks * TOKENS,
+                kv_cache_max_concurrency=None,
+            ),
+            scheduler_config=SimpleNamespace(watermark=WATERMARK),
+            model_config=SimpleNamespace(max_model_len=MODEL_LEN),
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        )
+        self.controller = ElasticKVController(self)
+        self.model_executor.calls.clear()
+
+    def close(self) -> None:
+        for arena, driver in zip(self.arenas, self.drivers, strict=True):
+            driver.mend()
+            arena.close()
+
+    def resize(self, **fields) -> dict:
+        """A resize that ends at once, as one does when nothing is in flight."""
+        answer = self.controller.resize(fields)
+        assert answer.done()
+        return answer.result()
+
+    def launch_step(self) -> Future:
+        """Put a step into flight, as the engine's step does."""
+        future: Future = Future()
+        assert self.batch_queue is not None
+        self.batch_queue.appendleft((future, None, future))
+        return future
+
+    def end_step(self) -> None:
+        """Process the oldest step in flight, and give the controller its turn."""
+        assert self.batch_queue
+        future, *_ = self.batch_queue.pop()
+        if not future.done():
+            future.set_result(None)
+        self.controller.poll()
+
+    def resident_blocks(self) -> int:
+        return self.pool.num_gpu_blocks
+
+    def check(self, same_as_pool: bool = True) -> None:
+        """All ranks agree with each other, with the system, with the pool and with upstream's numbers."""
+        for arena in self.arenas:
+            check(self.pool, arena if same_as_pool else None)
+            assert arena.attached == self.arenas[0].attached >= self.pool.resident_chunks
+            assert arena.reported_bytes() == arena.resident_bytes
+            assert len(arena.driver.live) == arena.num_handles
+        blocks = self.resident_blocks()
+        cache_config, manager = self.vllm_config.cache_config, self.scheduler.kv_cache_manager
+        assert manager.kv_cache_config.num_blocks == cache_config.num_gpu_blocks == blocks
+        assert manager.watermark_blocks == int(WATERMARK * blocks)
+        assert cache_config.kv_cache_size_tokens == blocks * TOKENS
+        state = self.controller.state()
+        counts = state["blocks"]
+        assert counts["resident"] == blocks
+        assert counts["used"] + counts["cached"] + counts["free"] == blocks - 1
+        assert counts["base"] <= blocks <= counts["capacity"]
+        assert state["bytes"]["resident"] == blocks * state["bytes"]["per_block"]
+        assert [rank["rank"] for rank in state["ranks"]] == list(range(len(self.arenas)))
+        if same_as_pool and not self.controller.pending and not self.batch_queue:
+            for rank, arena in zip(state["ranks"], self.arenas, strict=True):
+                assert rank["reported_bytes"] == rank["resident_bytes"] == arena.resident_bytes
+                assert rank["handles"] == arena.num_handles
+            assert state["bytes"]["reported"] == state["bytes"]["resident"]
