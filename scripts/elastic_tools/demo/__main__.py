@@ -23,7 +23,7 @@ from elastic_tools.demo.watch import EVERY, Watch
 from elastic_tools.pins import CACHE, ROOT
 
 LOG = CACHE / "demo" / "server.log"
-ELASTIC = {"start": "256MiB", "capacity": "2GiB", "admin_api": True}
+ELASTIC = {"start": "128MiB", "capacity": "1GiB", "admin_api": True}
 # Short steps: a resize takes place between two of them, and the memory that a step takes for itself stays small.
 OPTIONS = ("--max-model-len", "2048", "--max-num-batched-tokens", "256", "--elastic-kv-config", json.dumps(ELASTIC))
 REQUEST_LIMIT = 300.0  # seconds for one request, which may have to wait for a cache that was made small
@@ -88,7 +88,7 @@ async def tell(url: str, pid: int | None, chosen: argparse.Namespace, live: Live
     block_bytes = state["bytes"]["per_block"] * ranks
     verdict = judge(teller.resizes, watch.samples, block_bytes, state["chunk_blocks"])
     memory_name = (
-        "memory of the server's processes (PSS)" if pid is not None else "memory of the cache, as the server reports it"
+        "memory of the server's processes (RSS)" if pid is not None else "memory of the cache, as the server reports it"
     )
     title = f"{model} on vLLM {version}, with a KV cache that grows and shrinks. Dashed: resizes and the size asked for"
     picture.draw(watch.samples, teller.resizes, block_bytes, chosen.output, title, memory_name)

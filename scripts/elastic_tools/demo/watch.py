@@ -17,15 +17,15 @@ _GAUGE = re.compile(r"^vllm:num_requests_(running|waiting)\{[^}]*\} ([0-9.e+]+)$
 
 
 def tree_memory(pid: int) -> int:
-    """Bytes of the process and all it started: the sum of their proportional set sizes.
+    """Bytes of the process and all it started: the sum of their resident set sizes, as `ps` shows them.
 
-    A page that several of them share counts once in all.
+    Pages that they share, such as libraries, count for each of them; they do not change with the cache.
     """
     total = 0
     parent = psutil.Process(pid)
     for process in [parent, *parent.children(recursive=True)]:
         try:
-            total += process.memory_full_info().pss
+            total += process.memory_info().rss
         except (psutil.NoSuchProcess, psutil.ZombieProcess):  # it ended meanwhile
             continue
     return total
