@@ -1,8 +1,10 @@
 """Fields, metrics, routes and messages in the documents are those of the sources, and the other way round."""
 
+import json
 import re
 
 import pytest
+from elastic_tools.pins import pins
 
 from .facts import (
     CONFIG,
@@ -99,3 +101,12 @@ def test_modules():
     documented = first_column(ROOT / "docs" / "architecture.md", "Modules")
     there = {str(path.relative_to(FILES)) for path in FILES.rglob("*.py") if path.name != "__init__.py"}
     assert sorted(documented) == sorted(there)
+
+
+def test_the_picture_in_the_readme_is_of_a_run_that_passed():
+    report = json.loads((ROOT / "docs" / "results" / "demo.json").read_text())
+    summary = report["summary"]
+    assert report["versions"]["vllm"].split("+")[0] == pins()["vllm"]["version"]
+    assert summary["requests_sent"] > 0
+    assert summary["requests_failed"] == 0
+    assert summary["largest_difference_mib"] <= summary["chunk_mib"] + summary["noise_mib"]

@@ -118,7 +118,7 @@ class Watch:
     def line(self, seconds: float) -> str:
         """The state in one line."""
         if not self.samples:
-            return "first sample"
+            return "waiting for the first sample"
         last = self.samples[-1]
         return (
             f"{self.now:4.0f}/{seconds:.0f} s  resident {last.resident_blocks:4d} blocks, used {last.used_blocks:4d}  "
