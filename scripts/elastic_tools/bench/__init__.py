@@ -1,0 +1,1 @@
+"""Benchmarks that compare engines in pairs, on one machine and in one run."""
