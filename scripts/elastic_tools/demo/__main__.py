@@ -26,6 +26,7 @@ LOG = CACHE / "demo" / "server.log"
 ELASTIC = {"start": "128MiB", "capacity": "1GiB", "admin_api": True}
 # Short steps: a resize takes place between two of them, and the memory that a step takes for itself stays small.
 OPTIONS = ("--max-model-len", "2048", "--max-num-batched-tokens", "256", "--elastic-kv-config", json.dumps(ELASTIC))
+MOST_FAILURES = 5  # the demonstration ends there: the server is gone, or nearly
 REQUEST_LIMIT = 300.0  # seconds for one request, which may have to wait for a cache that was made small
 
 
@@ -68,6 +69,8 @@ async def tell(url: str, pid: int | None, chosen: argparse.Namespace, live: Live
         async def show() -> None:
             while True:
                 live.show(watch.line(chosen.seconds))
+                if len(load.failures) >= MOST_FAILURES:
+                    raise server.ServerError(f"{len(load.failures)} requests failed, the last one: {load.failures[-1]}")
                 await asyncio.sleep(EVERY)
 
         background = [asyncio.create_task(work) for work in (load.run(), watch.run(), show())]
