@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 MEMORY, CACHE, USED, TOKENS, RUNNING, WAITING, MARK = (
     "#1b4f9c", "#d1495b", "#edae9a", "#2e7d5b", "#5b5b8f", "#c9c9de", "#8a8a8a",
 )  # fmt: skip
-_SMOOTH = 1.0  # seconds over which tokens are counted
+_SMOOTH = 3.0  # seconds over which tokens are counted
 
 
 def draw(
@@ -70,7 +70,7 @@ def draw(
 
 
 def tokens_per_second(samples: Sequence[Sample]) -> list[float]:
-    """The speed at each sample, over the second before it."""
+    """The speed at each sample, over the seconds before it."""
     speeds, first = [], 0
     for last in samples:
         while samples[first].at < last.at - _SMOOTH:
