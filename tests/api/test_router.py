@@ -1,16 +1,18 @@
 """The HTTP interface over a stand-in for the engine: who may resize, and what bad input answers."""
 
 import argparse
+import asyncio
 import json
 
 import pytest
 from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
-
 from vllm.config.elastic_kv import ElasticKVConfig
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
+from vllm.v1.elastic_kv import api_router
 from vllm.v1.elastic_kv.api_router import attach_router
 from vllm.v1.elastic_kv.resize import ResizeRequest
+from vllm.v1.engine.exceptions import EngineDeadError
 
 KEY = "open sesame"
 DONE = {"outcome": "done", "from": 10, "to": 20, "evicted": 0, "moved": 0, "preempted": 0, "reason": None}
@@ -18,6 +20,9 @@ DONE = {"outcome": "done", "from": 10, "to": 20, "evicted": 0, "moved": 0, "pree
 
 class Engine:
     """Answers as the engine core does, and remembers what was asked."""
+
+    errored = False
+    dead_error = EngineDeadError()
 
     def __init__(self):
         self.asked = []
@@ -150,6 +155,20 @@ def test_bad_input_is_refused_by_name_and_changes_nothing(engine, body, names):
     assert names in message
     assert len(message) < 500
     assert engine.asked == []
+
+
+def test_a_dead_engine_is_reported(engine, monkeypatch):
+    """A call that the engine will never answer ends, instead of waiting for ever."""
+    monkeypatch.setattr(api_router, "_LOOK_SECONDS", 0.01)
+
+    async def never(**_):
+        engine.errored = True
+        await asyncio.Event().wait()
+
+    engine.resize_kv_cache = never
+    http = client(engine, ElasticKVConfig(admin_api=True))
+    with pytest.raises(EngineDeadError):
+        post(http, {"blocks": 20})
 
 
 def test_a_huge_body_is_refused(engine):

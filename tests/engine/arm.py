@@ -39,9 +39,8 @@ def requests(count: int, rng: random.Random) -> list[tuple[str, SamplingParams]]
 def main(options: dict) -> dict:
     rng = random.Random(options.get("seed", 0))
     todo = requests(32, rng)
-    elastic = (
-        {"elastic_kv_config": options["elastic"]} if options.get("elastic") else {"kv_cache_memory_bytes": 1 << 29}
-    )
+    elastic = options.get("elastic")
+    size = {"elastic_kv_config": elastic} if elastic else {"kv_cache_memory_bytes": 1 << 29}
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=options["model"],
@@ -53,7 +52,7 @@ def main(options: dict) -> dict:
             max_num_batched_tokens=512,
             disable_log_stats=True,
             async_scheduling=options.get("async_scheduling", False),
-            **elastic,
+            **size,
         )
     )
     core = engine.engine_core.engine_core

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-
 from elastic_tools.pins import CACHE
 
 SUPPORT = Path(__file__).parent

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`GET /elastic_kv` and `POST /elastic_kv/resize`."""
 
+import asyncio
+from collections.abc import Coroutine
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
@@ -14,6 +17,7 @@ from vllm.v1.elastic_kv.resize import ResizeRequest, explain
 logger = init_logger(__name__)
 
 _LARGEST_BODY = 64 << 10  # bytes
+_LOOK_SECONDS = 1.0  # between looks at whether the engine still lives
 
 
 def _api_keys(app: FastAPI) -> list[str]:
@@ -28,6 +32,21 @@ def _check_api_key(request: Request) -> None:
         raise HTTPException(HTTPStatus.UNAUTHORIZED, "Unauthorized")
 
 
+async def _answer_of(engine: Any, call: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """The engine's answer to `call`.
+
+    Raises:
+        EngineDeadError: The engine ended meanwhile, and will not answer.
+
+    """
+    task = asyncio.ensure_future(call)
+    while not (await asyncio.wait({task}, timeout=_LOOK_SECONDS))[0]:
+        if engine.errored:
+            task.cancel()
+            raise engine.dead_error
+    return task.result()
+
+
 state_router = APIRouter()
 admin_router = APIRouter(dependencies=[Depends(_check_api_key)])
 
@@ -35,7 +54,8 @@ admin_router = APIRouter(dependencies=[Depends(_check_api_key)])
 @state_router.get("/elastic_kv")
 async def state(request: Request) -> JSONResponse:
     """The size of the KV cache, and how its last resizes went."""
-    return JSONResponse(await request.app.state.engine_client.elastic_kv_state())
+    engine = request.app.state.engine_client
+    return JSONResponse(await _answer_of(engine, engine.elastic_kv_state()))
 
 
 @admin_router.post("/elastic_kv/resize", openapi_extra={"requestBody": {"required": True}})
@@ -48,7 +68,8 @@ async def resize(request: Request) -> JSONResponse:
         )
     try:
         wanted = ResizeRequest.model_validate_json(body)
-        answer = await request.app.state.engine_client.resize_kv_cache(**wanted.model_dump())
+        engine = request.app.state.engine_client
+        answer = await _answer_of(engine, engine.resize_kv_cache(**wanted.model_dump()))
     except ValidationError as error:
         raise HTTPException(HTTPStatus.BAD_REQUEST, explain(error)) from error
     except ValueError as error:

@@ -2,43 +2,31 @@
 """The one owner of the cache's size, in the engine core.
 
 A resize is a transaction. It runs between steps, one at a time, as a generator
-that yields what it waits for:
-
-- Grow: attach on all ranks; if one fails, detach on the others; publish the blocks.
-- Shrink: withdraw the blocks; wait for the steps that were in flight, since they may
-  still touch them; detach on all ranks; if one fails, attach again and publish.
-
-While it waits, the engine goes on stepping.
+that yields what it waits for. While it waits, the engine goes on stepping.
 """
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
-from vllm import envs
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 from vllm.v1.elastic_kv import worker_side
 from vllm.v1.elastic_kv.block_pool import ElasticBlockPool
-from vllm.v1.elastic_kv.resize import Outcome, ResizeRequest, ResizeResult, explain
+from vllm.v1.elastic_kv.resize import ResizeRequest, ResizeResult, explain
+from vllm.v1.elastic_kv.resizer import Resizer, call
 from vllm.v1.elastic_kv.stats import ElasticKVStats
-from vllm.v1.elastic_kv.transaction import Fence, Job, Pause, RanksDisagreeError, Transaction, Waitable
-from vllm.v1.elastic_kv.worker_side import RankReport, RankState
+from vllm.v1.elastic_kv.transaction import Fence, Job, Transaction
+from vllm.v1.elastic_kv.worker_side import RankState
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 logger = init_logger(__name__)
 
-T = TypeVar("T")
-WorkerCall = Callable[[Any, Sequence[int]], RankReport]
-
-# A resize is cut into slices, between which the engine steps. Each slice shall hold it up for about
-# this long; how many bytes that is, the slices before it tell.
-SLICE_MS = 50.0
-FIRST_SLICE_BYTES = 64 << 20
+# Asking the ranks for what the system reports keeps them from computing: not more often than this.
+MEASURE_SECONDS = 1.0
 
 
 class ElasticKVController:
@@ -58,97 +46,102 @@ class ElasticKVController:
         self._outcomes: Counter[str] = Counter(done=0, partial=0, refused=0, failed=0)
         self._last: dict[str, Any] | None = None
         self._unreported: list[dict[str, Any]] = []
-        # Kept, so that the engine loop meets it too, where it ends the engine.
-        self._fatal: RanksDisagreeError | None = None
-        self._ranks: list[RankState] = self._call(worker_side.measure).result()
+        self._fatal: Exception | None = None
+        self._measured(call(self._engine.model_executor, worker_side.measure).result())
         self._block_bytes = max(rank["resident_bytes"] for rank in self._ranks) // pool.num_gpu_blocks
-        chunk_bytes = self._block_bytes * pool.layout.chunk_blocks
-        pace = FIRST_SLICE_BYTES / chunk_bytes / SLICE_MS
-        self._chunks_per_ms: dict[WorkerCall, float] = {worker_side.attach: pace, worker_side.detach: pace}
+        self._resizer = Resizer(pool, engine.model_executor, self._block_bytes, lambda: Fence(engine), self._publish)
         # Tokens in a block, of a request that takes blocks from every cache group.
         self._block_tokens = engine.vllm_config.cache_config.block_size
 
     @property
+    def _busy(self) -> bool:
+        """Whether requests wait for the engine to step."""
+        return bool(self._engine.batch_queue) or self._engine.scheduler.has_requests()
+
+    @property
     def pending(self) -> bool:
         """Whether a transaction runs or waits for its turn."""
-        return bool(self._queue) or self._fatal is not None
+        return bool(self._queue)
 
     def resize(self, fields: dict[str, Any]) -> "Future[dict[str, Any]]":
-        """Like `submit`, but a request that cannot be taken is answered by
-        `{"invalid": why}`: it is the caller's mistake, not the engine's failure.
-        """
-        try:
-            return self.submit(fields)
-        except ValueError as error:
-            answer: Future[dict[str, Any]] = Future()
-            answer.set_result({"invalid": explain(error) if isinstance(error, ValidationError) else str(error)})
-            return answer
-
-    def submit(self, fields: dict[str, Any]) -> "Future[dict[str, Any]]":
-        """Queue a resize. The future holds the answer, as `ResizeResult.to_dict` gives it.
+        """Queue a resize, and begin it if no other one runs.
 
         Args:
             fields: What a `ResizeRequest` is made of.
 
-        Raises:
-            ValueError: The request is malformed, or asks for a size that the cache
-                cannot have. Nothing is changed.
+        Returns:
+            The answer, as `ResizeResult.to_dict` gives it, or `{"invalid": why}`
+            where the request is malformed or asks for a size that the cache cannot
+            have: the caller's mistake, which changes nothing.
 
         """
-        request = ResizeRequest.model_validate(fields)
+        answer: Future[dict[str, Any]] = Future()
         layout = self.pool.layout
-        target = request.target_blocks(
-            layout.capacity_blocks, layout.base_blocks, self._block_bytes, self._block_tokens
-        )
+        try:
+            request = ResizeRequest.model_validate(fields)
+            target = request.target_blocks(
+                layout.capacity_blocks, layout.base_blocks, self._block_bytes, self._block_tokens
+            )
+        except ValueError as error:
+            answer.set_result({"invalid": explain(error) if isinstance(error, ValidationError) else str(error)})
+            return answer
         now = self.pool.num_gpu_blocks
-        job = Job(
-            request=request,
-            answer=Future(),
-            asked_at=time.monotonic(),
-            result=ResizeResult("done", before=now, after=now),
-            target=target // layout.chunk_blocks * layout.chunk_blocks,
+        self._queue.append(
+            Job(
+                request=request,
+                answer=answer,
+                asked_at=time.monotonic(),
+                result=ResizeResult("done", before=now, after=now),
+                target=target // layout.chunk_blocks * layout.chunk_blocks,
+            )
         )
-        self._queue.append(job)
         self.poll()
-        return job.answer
+        return answer
 
     def poll(self, wait: bool = False) -> None:
-        """Carry transactions on as far as they get without holding up a step.
+        """Give the transactions their turn: one thing they wait for between two
+        steps, or all of them where there is nothing to step.
 
         Args:
-            wait: Wait for what they wait for, until all have ended. For callers
-                without an engine loop.
+            wait: Go on until all have ended. For callers without an engine loop.
 
         Raises:
-            RanksDisagreeError: The engine cannot go on.
+            Exception: A transaction broke, and the engine cannot go on. Every
+                later call raises the same, so that the engine loop meets it too.
 
         """
-        if self._fatal is not None:
-            raise self._fatal
         while self._queue:
-            job = self._queue[0]
-            if job.run is None:
-                job.run = self._run(job)
-                value = None
-            else:
-                assert job.waits_for is not None
-                # Only a step in flight can make waiting long; without one, wait.
-                if not wait and self._engine.batch_queue and not job.waits_for.done():
-                    return
-                value = job.waits_for.result()
+            if self._fatal is not None:
+                raise self._fatal
             try:
-                job.waits_for = job.run.send(value)
-            except StopIteration as stop:
-                self._queue.popleft()
-                self._finish(job, stop.value)
-            except RanksDisagreeError as error:
+                if not self._advance(self._queue[0], wait) or (self._busy and not wait):
+                    return
+            except Exception as error:  # whatever it is, what the ranks hold is no longer known
                 self._fatal = error
                 raise
 
+    def _advance(self, job: Job, wait: bool) -> bool:
+        """Carry a transaction on to the next thing it waits for. False if it waits still."""
+        value = None
+        if job.run is None:
+            job.run = self._run(job)
+        elif job.waits_for is not None:
+            # Without a step in flight nothing would come to fetch the result: fetch it here.
+            if not wait and self._engine.batch_queue and not job.waits_for.done():
+                return False
+            value = job.waits_for.result()
+        try:
+            job.waits_for = job.run.send(value)
+        except StopIteration as stop:
+            self._queue.popleft()
+            self._finish(job, stop.value)
+        return True
+
     def state(self) -> dict[str, Any]:
         """The state as `GET /elastic_kv` gives it."""
-        if not self._engine.batch_queue and not self.pending:
-            self._ranks = self._call(worker_side.measure).result()
+        fresh = time.monotonic() - self._measured_at < MEASURE_SECONDS
+        if not fresh and not self._engine.batch_queue and not self.pending:
+            self._measured(call(self._engine.model_executor, worker_side.measure).result())
         layout, counts = self.pool.layout, self.pool.counts()
         assert self._config is not None
         return {
@@ -196,89 +189,14 @@ class ElasticKVController:
             return job.end("refused", f"its turn did not come within {job.request.timeout_s:g} s")
         change = (job.target - self.pool.num_gpu_blocks) // self.pool.layout.chunk_blocks
         if job.request.dry_run:
-            return self._foresee(job, change)
+            return (yield from self._resizer.foresee(job, change))
         if change > 0:
-            result = yield from self._grow(job, self.pool.missing_chunks()[:change])
+            result = yield from self._resizer.grow(job, self.pool.missing_chunks()[:change])
         else:
-            result = yield from self._shrink(job, -change)
-        self._ranks = yield self._call(worker_side.measure)
+            result = yield from self._resizer.shrink(job, -change)
+        self._measured((yield call(self._engine.model_executor, worker_side.measure)))
         job.result.pause_ms += max(report["elapsed_ms"] for report in self._ranks)
         return result
-
-    def _foresee(self, job: Job, change: int) -> ResizeResult:
-        job.result.after = job.target
-        if change >= 0:
-            return job.end("done")
-        plan = self.pool.plan_shrink(-change)
-        job.result.evicted = plan.evicted
-        job.result.after += plan.missing * self.pool.layout.chunk_blocks
-        return job.end(*_outcome_of_shrink(len(plan.chunks), plan.missing))
-
-    def _grow(self, job: Job, chunks: Sequence[int]) -> Transaction:
-        for first, part in self._slices(worker_side.attach, chunks):
-            error = f"not done within {job.request.timeout_s:g} s" if job.overdue else None
-            error = error or (yield from self._on_all_ranks(job, worker_side.attach, worker_side.detach, part))
-            if error:
-                return job.end("partial" if first else "refused", error)
-            with Pause(job):
-                self.pool.grow(part)
-                self._publish(job)
-        return job.end("done")
-
-    def _shrink(self, job: Job, num_chunks: int) -> Transaction:
-        with Pause(job):
-            plan = self.pool.plan_shrink(num_chunks)
-            self.pool.shrink(plan)
-            self._publish(job)
-            job.result.evicted = plan.evicted
-        yield Fence(self._engine)
-        # From here on the pages go, even if the caller's time is up: nothing uses them any more.
-        for first, part in self._slices(worker_side.detach, plan.chunks):
-            error = yield from self._on_all_ranks(job, worker_side.detach, worker_side.attach, part)
-            if error:
-                self.pool.grow(plan.chunks[first:])
-                self._publish(job)
-                return job.end("partial" if first else "refused", error)
-        return job.end(*_outcome_of_shrink(len(plan.chunks), plan.missing))
-
-    def _slices(self, do: WorkerCall, chunks: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
-        first = 0
-        while first < len(chunks):
-            size = max(1, int(self._chunks_per_ms[do] * SLICE_MS))
-            yield first, chunks[first : first + size]
-            first += size
-
-    def _on_all_ranks(
-        self,
-        job: Job,
-        do: WorkerCall,
-        undo: WorkerCall,
-        chunks: Sequence[int],
-    ) -> Generator[Waitable, Any, str | None]:
-        """Do something to `chunks` on every rank, or on none. Returns why it was none."""
-        reports: list[RankReport] = yield self._call(do, chunks)
-        elapsed_ms = max(report["elapsed_ms"] for report in reports)
-        job.result.pause_ms += elapsed_ms
-        pace = self._chunks_per_ms[do]
-        self._chunks_per_ms[do] = min(4 * pace, len(chunks) / max(elapsed_ms, 0.001))
-        failed = [f"rank {report['rank']}: {report['error']}" for report in reports if report["error"]]
-        if not failed:
-            return None
-        reason = "; ".join(failed)
-        job.rank_failed = True
-        done = [report["rank"] for report in reports if not report["error"]]
-        if done:
-            reports = yield self._call(worker_side.on_ranks, undo, done, chunks)
-            still = [f"rank {report['rank']}: {report['error']}" for report in reports if report["error"]]
-            if still:
-                raise RanksDisagreeError(f"{reason}; and it could not be undone on {'; '.join(still)}")
-        return reason
-
-    def _call(self, function: Callable[..., T], *arguments: Any) -> "Future[list[T]]":
-        """Call `function` on every worker, after the steps that are in flight there."""
-        return self._engine.model_executor.collective_rpc(  # type: ignore[return-value, call-overload]
-            function, timeout=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, args=arguments, non_block=True
-        )
 
     def _publish(self, job: Job) -> None:
         """Make every number that upstream derives from the number of blocks follow it."""
@@ -291,6 +209,9 @@ class ElasticKVController:
         cache_config.kv_cache_size_tokens, cache_config.kv_cache_max_concurrency = get_kv_cache_capacity(
             vllm_config, kv_cache_config
         )
+
+    def _measured(self, ranks: list[RankState]) -> None:
+        self._ranks, self._measured_at = ranks, time.monotonic()
 
     def _finish(self, job: Job, result: ResizeResult) -> None:
         result.duration_ms = (time.monotonic() - job.asked_at) * 1000
@@ -321,10 +242,3 @@ class ElasticKVController:
         engine = self._engine
         if isinstance(engine, EngineCoreProc) and (stats := engine.scheduler.make_stats()) is not None:
             engine.output_queue.put_nowait((0, EngineCoreOutputs(scheduler_stats=stats)))
-
-
-def _outcome_of_shrink(taken: int, missing: int) -> tuple[Outcome, str | None]:
-    if not missing:
-        return "done", None
-    reason = f"{missing} chunks hold blocks that requests are using"
-    return ("partial" if taken else "refused"), reason

@@ -3,7 +3,7 @@
 
 Moving a mapping re-points page tables and copies nothing. Anonymous memory gets
 huge pages where the system allows it, which shared memory mostly does not.
-Sources: mmap(2), mremap(2), madvise(2), mincore(2), proc_sys_vm(5), cgroups(7).
+Sources: mmap(2), mremap(2), mprotect(2), madvise(2), mincore(2), proc_sys_vm(5), cgroups(7).
 """
 
 import ctypes
@@ -20,6 +20,8 @@ from .page_driver import Ledger, OutOfMemoryError, PageDriver, PageDriverError
 if TYPE_CHECKING:
     import torch
 
+_NO_ACCESS = 0  # PROT_NONE
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MREMAP_MAYMOVE = 1
@@ -35,6 +37,7 @@ for _name, _arguments in {
     "mmap": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
     "mremap": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p),
     "munmap": (ctypes.c_void_p, ctypes.c_size_t),
+    "mprotect": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
     "madvise": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
     "mincore": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p),
 }.items():
@@ -54,6 +57,7 @@ class HostPageDriver(PageDriver):
 
     def __init__(self) -> None:
         self._at: dict[int, tuple[int, int]] = {}  # handle -> where its pages are now, bytes
+        self._parked: set[int] = set()  # handles whose pages were unmapped, and may not be touched
         self._ledger = Ledger(mmap.PAGESIZE)
         self._next_handle = 1
 
@@ -69,7 +73,7 @@ class HostPageDriver(PageDriver):
     def reserve(self, nbytes: int) -> int:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self._ledger.check_size(nbytes)
-        address = self._address("mmap", nbytes, None, nbytes, 0, flags, -1, 0)
+        address = self._address("mmap", nbytes, None, nbytes, _NO_ACCESS, flags, -1, 0)
         self._ledger.reserved(address, nbytes)
         return address
 
@@ -80,8 +84,8 @@ class HostPageDriver(PageDriver):
 
     def create(self, nbytes: int) -> int:
         self._ledger.check_size(nbytes)
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        address = self._address("mmap", nbytes, None, nbytes, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        address = self._address("mmap", nbytes, None, nbytes, _READ_WRITE, flags, -1, 0)
         try:
             if nbytes >= _HUGE_PAGE:
                 # Advice only: EINVAL on a kernel that has no huge pages changes nothing.
@@ -101,11 +105,15 @@ class HostPageDriver(PageDriver):
         address, nbytes = self._at[handle]
         self._status("munmap", nbytes, address, nbytes)
         del self._at[handle]
+        self._parked.discard(handle)
         self._ledger.released(handle)
 
     def map(self, address: int, handle: int) -> None:
         self._ledger.check_map(address, handle)
         source, nbytes = self._at[handle]
+        if handle in self._parked:
+            self._status("mprotect", nbytes, source, nbytes, _READ_WRITE)
+            self._parked.discard(handle)
         flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
         self._address("mremap", nbytes, source, nbytes, nbytes, flags, address)
         self._at[handle] = (address, nbytes)
@@ -114,18 +122,26 @@ class HostPageDriver(PageDriver):
     def unmap(self, handle: int) -> None:
         self._ledger.check_unmap(handle)
         address, nbytes = self._at[handle]
-        # DONTUNMAP keeps the range occupied until the reservation covers it again. Without it,
-        # another thread's mmap could be given the hole.
-        flags = _MREMAP_MAYMOVE | _MREMAP_DONTUNMAP
-        away = self._address("mremap", nbytes, address, nbytes, nbytes, flags, None)
+        # Without access the pages do not count against RLIMIT_DATA, so that moving them cannot fail
+        # for want of memory: the move needs room for a second mapping of the same size.
+        self._status("mprotect", nbytes, address, nbytes, _NO_ACCESS)
         try:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-            self._address("mmap", nbytes, address, nbytes, 0, flags, -1, 0)
+            # DONTUNMAP keeps the range occupied until the reservation covers it again. Without it,
+            # another thread's mmap could be given the hole.
+            flags = _MREMAP_MAYMOVE | _MREMAP_DONTUNMAP
+            away = self._address("mremap", nbytes, address, nbytes, nbytes, flags, None)
+            try:
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+                self._address("mmap", nbytes, address, nbytes, _NO_ACCESS, flags, -1, 0)
+            except PageDriverError:
+                flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
+                self._address("mremap", nbytes, away, nbytes, nbytes, flags, address)
+                raise
         except PageDriverError:
-            flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
-            self._address("mremap", nbytes, away, nbytes, nbytes, flags, address)
+            self._status("mprotect", nbytes, address, nbytes, _READ_WRITE)
             raise
         self._at[handle] = (away, nbytes)
+        self._parked.add(handle)
         self._ledger.unmapped(handle)
 
     def synchronize(self) -> None:

@@ -102,4 +102,4 @@ def chunk_blocks_of(strides: Iterable[int], granule: int, capacity_blocks: int, 
     if max_mappings is None:
         return smallest
     chunks = max(1, max_mappings // len(strides))
-    return smallest * -(-capacity_blocks // (smallest * chunks))
+    return smallest * max(1, -(-capacity_blocks // (smallest * chunks)))

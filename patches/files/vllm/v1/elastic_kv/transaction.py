@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
 
-class RanksDisagreeError(RuntimeError):
-    """Ranks have different chunks attached, and could not be brought together again."""
-
-
 class Waitable(Protocol):
     """What a transaction waits for; a `concurrent.futures.Future` is one."""
 

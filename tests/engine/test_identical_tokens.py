@@ -1,0 +1,71 @@
+"""Greedy tokens of 32 mixed requests: the same from upstream, from the patched engine with the cache fixed,
+and from an elastic cache that is resized at random before every step."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.servers import SUPPORT, engine_environment, smollm2, upstream_environment
+
+pytestmark = pytest.mark.engine
+
+ELASTIC = {"start": "128MiB", "capacity": "512MiB"}
+
+
+@pytest.fixture(scope="session")
+def arm(tmp_path_factory):
+    """Runs an arm in a process of its own; what it printed, parsed. The same arm is run once."""
+    done = {}
+
+    def run(environment, **options):
+        key = json.dumps(options | {"path": environment.get("PYTHONPATH", "")}, sort_keys=True)
+        if key not in done:
+            command = [sys.executable, Path(__file__).with_name("arm.py"), json.dumps(options | {"model": smollm2()})]
+            finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
+            assert finished.returncode == 0, finished.stderr[-6000:]
+            done[key] = json.loads(finished.stdout.splitlines()[-1])
+        return done[key]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def upstream(arm):
+    result = arm(upstream_environment())
+    assert not result["patched"], f"{result['vllm']} is not upstream's"
+    assert len(result["outputs"]) == 32
+    return result
+
+
+def test_patched_with_elastic_off(arm, upstream):
+    off = arm(engine_environment())
+    assert off["patched"]
+    assert off["outputs"] == upstream["outputs"]
+
+
+def assert_resized(result):
+    """The resizes were many, went both ways, and met blocks in use."""
+    sizes = result["sizes"]
+    assert len(sizes) == result["steps"] > 50
+    assert min(sizes) < 45
+    assert max(sizes) > 300
+    assert result["outcomes"]["done"] > 40
+    assert set(result["outcomes"]) <= {"done", "partial", "refused"}
+
+
+def test_resized_before_every_step(arm, upstream):
+    elastic = arm(engine_environment(), elastic=ELASTIC, resize=True)
+    assert_resized(elastic)
+    assert elastic["outputs"] == upstream["outputs"]
+
+
+def test_resized_with_steps_in_flight(arm, upstream):
+    """Asynchronous scheduling, which a CPU platform has to be made to keep."""
+    environment = engine_environment() | {"PYTHONPATH": str(SUPPORT)}
+    elastic = arm(environment, elastic=ELASTIC, resize=True, async_scheduling=True)
+    assert elastic["async"]
+    assert elastic["steps_in_flight"] > elastic["steps"] // 2
+    assert_resized(elastic)
+    assert elastic["outputs"] == upstream["outputs"]

@@ -1,0 +1,137 @@
+"""Sizes at start-up: what `make_elastic` makes of a config, a model and what the devices offer."""
+
+import copy
+
+import pytest
+import torch
+from vllm.config.elastic_kv import ElasticKVConfig
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.elastic_kv import worker_side
+from vllm.v1.elastic_kv.start_up import make_elastic
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+GIB = 1 << 30
+LAYERS = 4
+BLOCK = 16 * 2 * 4 * 64 * 4  # bytes a layer: tokens, K and V, heads, head size, float32
+PER_BLOCK = LAYERS * BLOCK
+
+
+class Config:
+    """The part of VllmConfig that sizing reads."""
+
+    def __init__(self, elastic, layout=KVCacheLayout.LBHNC):
+        self.elastic_kv_config = elastic
+        self.attention_config = type("", (), {"hisparse_config": None})()
+        self.cache_config = type(
+            "",
+            (),
+            {
+                "num_gpu_blocks_override": None,
+                "prefix_cache_retention_interval": None,
+                "get_resolved_kv_cache_layout": lambda self: layout,
+            },
+        )()
+
+
+class Executor:
+    """Workers whose devices offer what the test says."""
+
+    def __init__(self, **probes):
+        ranks = probes.pop("ranks", 1)
+        probe = {
+            "driver": "host",
+            "node": "here",
+            "granule": 4096,
+            "max_mappings": None,
+            "available_bytes": 8 * GIB,
+            "total_bytes": 16 * GIB,
+        }
+        self.probes = [probe | probes for _ in range(ranks)]
+
+    def collective_rpc(self, function, args):
+        assert function is worker_side.probe
+        return self.probes
+
+
+def upstream(blocks, spec=None, layout=KVCacheLayout.LBHNC):
+    """What upstream would allocate for one rank: `blocks` blocks over four layers."""
+    spec = spec or FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=64, dtype=torch.float32)
+    group = KVCacheGroupSpec([f"layer.{number}" for number in range(LAYERS)], spec)
+    per_block = LAYERS * spec.page_size_bytes
+    return get_kv_cache_config_from_groups(Config(None, layout), [group], per_block * blocks)
+
+
+def sizes(elastic, blocks=100, executor=None, ranks=1):
+    executor = executor or Executor(ranks=ranks)
+    configs = [copy.deepcopy(upstream(blocks)) for _ in executor.probes]
+    made = make_elastic(Config(ElasticKVConfig(**elastic)), executor, configs)
+    assert len(made) == len(configs)
+    layout = made[0].elastic_kv
+    assert all(config.elastic_kv == layout for config in made)
+    for config in made:
+        assert config.num_blocks == layout.start_blocks
+        assert config.num_blocks_of(config.kv_cache_tensors[0]) == layout.capacity_blocks
+        assert config.kv_cache_tensors[0].size == layout.capacity_blocks * PER_BLOCK
+        assert config.kv_cache_groups == configs[0].kv_cache_groups
+    return layout
+
+
+def test_defaults():
+    """Start is upstream's size, base one chunk, capacity what the device could hold."""
+    layout = sizes({})
+    assert (layout.base_blocks, layout.start_blocks, layout.chunk_blocks) == (1, 100, 1)
+    assert layout.capacity_blocks == 8 * GIB // PER_BLOCK
+    assert layout.driver == "host"
+
+
+def test_ranks_on_one_host_share_its_memory():
+    assert sizes({}, ranks=2).capacity_blocks == 4 * GIB // PER_BLOCK
+    own = Executor(ranks=2, node=None, driver="cuda", granule=2 << 20)
+    assert sizes({}, executor=own).capacity_blocks == 8 * GIB // PER_BLOCK
+
+
+def test_given_sizes_are_kept_in_whole_chunks():
+    """2 MiB granules and 32 KiB a layer make chunks of 64 blocks: base and start round up, capacity down."""
+    executor = Executor(granule=2 << 20)
+    layout = sizes({"base": 17 * PER_BLOCK, "capacity": 1000 * PER_BLOCK + 5}, blocks=100, executor=executor)
+    assert layout.chunk_blocks == 64
+    assert (layout.base_blocks, layout.start_blocks, layout.capacity_blocks) == (64, 128, 960)
+
+
+def test_start_at_capacity():
+    layout = sizes({"capacity": 100 * PER_BLOCK})
+    assert layout.start_blocks == layout.capacity_blocks == 100
+
+
+def test_chunks_are_larger_where_mappings_are_few():
+    """Four segments of 1,000 chunks do not go into 1,000 pieces; 250 chunks of 4 blocks do."""
+    layout = sizes({"capacity": 1000 * PER_BLOCK}, executor=Executor(max_mappings=1000))
+    assert layout.chunk_blocks == 4
+
+
+@pytest.mark.parametrize(
+    ("elastic", "says"),
+    [
+        ({"capacity": "17GiB"}, f"capacity ({17 * GIB} bytes on each of 1 ranks"),
+        ({"capacity": "100TiB"}, f"the device of rank 0 has ({16 * GIB} bytes)"),
+        ({"capacity": 99 * PER_BLOCK}, "is less than the cache starts with (100 blocks)"),
+        ({"capacity": 1}, "is less than the cache starts with (100 blocks)"),
+        ({"base": 101 * PER_BLOCK}, "base"),
+    ],
+)
+def test_sizes_that_cannot_be(elastic, says):
+    with pytest.raises(ValueError, match="elastic_kv_config") as raised:
+        sizes(elastic)
+    assert says in str(raised.value)
+
+
+def test_two_ranks_cannot_both_have_most_of_a_host():
+    with pytest.raises(ValueError, match="on each of 2 ranks"):
+        sizes({"capacity": "9GiB"}, ranks=2)
+
+
+def test_state_space_layers_are_refused_by_name():
+    spec = MambaSpec(block_size=16, shapes=((4, 64),), dtypes=(torch.float32,))
+    with pytest.raises(ValueError, match=r"state-space \(Mamba\) layers"):
+        make_elastic(Config(ElasticKVConfig()), Executor(), [upstream(100, spec)])
