@@ -9,7 +9,7 @@ def server(tmp_path_factory):
     """One server for all tests here: elastic, with an API key, asynchronous scheduling on."""
     log = tmp_path_factory.mktemp("server") / "log"
     environment = engine_environment() | {"PYTHONPATH": str(SUPPORT)}
-    arguments = ["--elastic-kv-config", '{"start": "256MiB", "capacity": "1GiB"}', "--async-scheduling"]
+    arguments = ["--elastic-kv-config", '{"start": "128MiB", "capacity": "512MiB"}', "--async-scheduling"]
     with serving(log, *arguments, key=KEY, environment=environment) as server:
         yield server
 
