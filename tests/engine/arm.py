@@ -1,6 +1,7 @@
-"""One arm of a comparison: runs the same 32 requests in an in-process engine and prints their tokens.
+"""One arm of a comparison: runs the same requests in an in-process engine and prints their tokens.
 
-    python arm.py '{"elastic": {...} | null, "resize": true, "async_scheduling": false, "model": "...", "seed": 0}'
+    python arm.py '{"model": "...", "elastic": {...} | null, "resize": true, "async_scheduling": false,
+                    "requests": 32, "tokens": [8, 40], "seed": 0}'
 
 The last line of the output is JSON: the token ids of every request, which vLLM was imported, and how
 the resizes went. Which vLLM that is, patched or not, is up to PYTHONPATH.
@@ -19,7 +20,7 @@ import vllm
 from vllm import EngineArgs, LLMEngine, SamplingParams
 
 
-def requests(count: int, rng: random.Random) -> list[tuple[str, SamplingParams]]:
+def requests(count: int, tokens: list[int], rng: random.Random) -> list[tuple[str, SamplingParams]]:
     """Short and long prompts, some with a prefix in common, greedy, of mixed output lengths."""
     story = "The lighthouse keeper wrote in his log every evening, whatever the weather was. " * 12
     subjects = ["a storm", "the sea", "an old map", "two dogs", "a letter", "the lamp", "winter", "a ship"]
@@ -32,13 +33,13 @@ def requests(count: int, rng: random.Random) -> list[tuple[str, SamplingParams]]
             f"{story[: 80 * rng.randint(1, 6)]}Then came {subject}, and",
             f"Write a sentence about {subject} and the number {rng.randint(10, 99)}.\n",
         ][number % 4]
-        made.append((prompt, SamplingParams(temperature=0, max_tokens=rng.randint(8, 40), ignore_eos=True)))
+        made.append((prompt, SamplingParams(temperature=0, max_tokens=rng.randint(*tokens), ignore_eos=True)))
     return made
 
 
 def main(options: dict) -> dict:
     rng = random.Random(options.get("seed", 0))
-    todo = requests(32, rng)
+    todo = requests(options.get("requests", 32), options.get("tokens", [8, 40]), rng)
     elastic = options.get("elastic")
     size = {"elastic_kv_config": elastic} if elastic else {"kv_cache_memory_bytes": 1 << 29}
     engine = LLMEngine.from_engine_args(
@@ -82,6 +83,7 @@ def main(options: dict) -> dict:
     return {
         "vllm": vllm.__file__,
         "patched": importlib.util.find_spec("vllm.v1.elastic_kv") is not None,
+        "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
         "async": core.batch_queue is not None,
         "steps": step,
         "steps_in_flight": in_flight,

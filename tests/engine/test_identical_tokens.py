@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from elastic_tools.model import tiny_llama
 from support.servers import SUPPORT, engine_environment, smollm2, upstream_environment
 
 pytestmark = pytest.mark.engine
@@ -22,7 +23,8 @@ def arm(tmp_path_factory):
     def run(environment, **options):
         key = json.dumps(options | {"path": environment.get("PYTHONPATH", "")}, sort_keys=True)
         if key not in done:
-            command = [sys.executable, Path(__file__).with_name("arm.py"), json.dumps(options | {"model": smollm2()})]
+            options = {"model": smollm2()} | options
+            command = [sys.executable, Path(__file__).with_name("arm.py"), json.dumps(options)]
             finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
             assert finished.returncode == 0, finished.stderr[-6000:]
             done[key] = json.loads(finished.stdout.splitlines()[-1])
@@ -69,3 +71,22 @@ def test_resized_with_steps_in_flight(arm, upstream):
     assert elastic["steps_in_flight"] > elastic["steps"] // 2
     assert_resized(elastic)
     assert elastic["outputs"] == upstream["outputs"]
+
+
+def test_model_runner_v2(arm, tmp_path_factory):
+    """Its kernels are Triton's, which a CPU runs in the interpreter: a tiny model, and few requests."""
+    model = str(tiny_llama(tmp_path_factory.mktemp("model") / "tiny"))
+    options = {"model": model, "requests": 12, "tokens": [2, 8]}
+
+    def environment(first: dict[str, str]) -> dict[str, str]:
+        path = ":".join(filter(None, [str(SUPPORT / "triton_cpu"), first.get("PYTHONPATH")]))
+        return first | {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+    fixed = arm(environment(upstream_environment()), **options)
+    elastic = {"start": "2MiB", "capacity": "8MiB"}
+    resized = arm(environment(engine_environment()), **options, elastic=elastic, resize=True)
+    assert (fixed["patched"], resized["patched"]) == (False, True)
+    assert fixed["runner"] == resized["runner"] == "vllm.v1.worker.cpu.model_runner"
+    assert resized["outcomes"]["done"] > 10
+    assert resized["outputs"] == fixed["outputs"]
+    assert len(fixed["outputs"]) == 12
