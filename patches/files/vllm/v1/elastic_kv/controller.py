@@ -164,7 +164,7 @@ class ElasticKVController:
                 "reported": max(rank["reported_bytes"] for rank in self._ranks),
             },
             "ranks": [
-                {name: rank[name] for name in ("rank", "resident_bytes", "reported_bytes", "handles")}  # type: ignore[literal-required]
+                {name: rank[name] for name in ("rank", "resident_bytes", "reported_bytes", "handles")}
                 for rank in self._ranks
             ],
             "transactions": dict(self._outcomes),

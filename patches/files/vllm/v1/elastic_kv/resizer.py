@@ -142,7 +142,7 @@ class Resizer:
 
 def call(executor: "Executor", function: Callable[..., T], *arguments: Any) -> "Future[list[T]]":
     """Call `function` on every worker, after the steps that are in flight there."""
-    return executor.collective_rpc(  # type: ignore[return-value, call-overload]
+    return executor.collective_rpc(
         function, timeout=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, args=arguments, non_block=True
     )
 

@@ -11,6 +11,7 @@ from vllm.utils.math_utils import cdiv, round_down, round_up
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.elastic_kv import worker_side
 from vllm.v1.elastic_kv.layout import ElasticKVLayout, chunk_blocks_of, segments_of
+from vllm.v1.elastic_kv.resizer import call
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,7 +45,7 @@ def make_elastic(
     assert config is not None
     for kv_cache_config in kv_cache_configs:
         _refuse_models(kv_cache_config)
-    probes = executor.collective_rpc(worker_side.probe, args=(config.driver,))
+    probes = call(executor, worker_side.probe, config.driver).result()
     block_bytes = [_bytes_per_block(kv_cache_config) for kv_cache_config in kv_cache_configs]
     layout = _layout(config, kv_cache_configs, block_bytes, probes)
     logger.info(
