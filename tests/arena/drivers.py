@@ -93,8 +93,8 @@ class FaultyDriver(PageDriver):
     def reported_bytes(self, address, nbytes):
         return self.inner.reported_bytes(address, nbytes)
 
-    def tensor(self, address, nbytes):
-        return self.inner.tensor(address, nbytes)
+    def tensor(self, address, nbytes, on_free=None):
+        return self.inner.tensor(address, nbytes, on_free)
 
 
 def mappings(address: int = 0, nbytes: int = 1 << 63) -> list[tuple[int, int, str]]:

@@ -1,5 +1,7 @@
 """The arena: chunks come and go all together or not at all."""
 
+import gc
+
 import pytest
 import torch
 from vllm.v1.elastic_kv.arena import ArenaBrokenError, KVArena
@@ -340,3 +342,17 @@ def test_calls_to_attach_grow_with_handles_only(faulty):
         calls.append(dict(faulty.calls))
         arena.close()
     assert calls[0] == calls[1] == {"create": 6, "map": 6}
+
+
+def test_the_memory_goes_with_the_last_view(faulty):
+    """An engine that is deleted in a process that goes on gives its cache back."""
+    arena = make_arena(faulty)
+    arena.attach([0, 1])
+    view = arena.owned_tensor()[: arena.segments[0].stride * arena.chunk_blocks].view(torch.float32)
+    gc.collect()
+    assert faulty.live  # the view keeps the whole
+    view.fill_(1.0)
+    del view
+    gc.collect()
+    assert not faulty.live
+    assert arena.nbytes == 0

@@ -82,6 +82,10 @@ class KVArena:
         """An int8 tensor of shape `[nbytes]` over the whole range, valid until `close`."""
         return self.driver.tensor(self.address, self.nbytes)
 
+    def owned_tensor(self) -> "torch.Tensor":
+        """Like `tensor`, but the arena closes when the last view of it is gone."""
+        return self.driver.tensor(self.address, self.nbytes, on_free=self.close)
+
     def attach(self, chunks: Iterable[int]) -> None:
         """Give pages to `chunks`; they read as zero.
 

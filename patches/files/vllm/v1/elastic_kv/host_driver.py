@@ -10,6 +10,8 @@ import ctypes
 import errno
 import mmap
 import os
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -167,10 +169,14 @@ class HostPageDriver(PageDriver):
             resident += pages.raw.count(b"\x01")
         return resident * mmap.PAGESIZE
 
-    def tensor(self, address: int, nbytes: int) -> "torch.Tensor":
+    def tensor(self, address: int, nbytes: int, on_free: Callable[[], None] | None = None) -> "torch.Tensor":
         import torch
 
-        return torch.frombuffer((ctypes.c_int8 * nbytes).from_address(address), dtype=torch.int8)
+        buffer = (ctypes.c_int8 * nbytes).from_address(address)
+        if on_free is not None:
+            # The storage holds the buffer. At exit the pages stay, since threads may still compute.
+            weakref.finalize(buffer, on_free).atexit = False
+        return torch.frombuffer(buffer, dtype=torch.int8)
 
     def _address(self, call: str, nbytes: int, *arguments: int | None) -> int:
         address = getattr(_libc, call)(*arguments)

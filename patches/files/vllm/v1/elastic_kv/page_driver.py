@@ -4,6 +4,7 @@
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -104,10 +105,11 @@ class PageDriver(ABC):
         """Physical memory behind a range, as the system or the driver tells it."""
 
     @abstractmethod
-    def tensor(self, address: int, nbytes: int) -> "torch.Tensor":
+    def tensor(self, address: int, nbytes: int, on_free: Callable[[], None] | None = None) -> "torch.Tensor":
         """An int8 tensor of shape `[nbytes]` over the range, without a copy.
 
-        It sees every later `map` and `unmap`, and does not own the range.
+        It sees every later `map` and `unmap`. `on_free` is called when the last
+        tensor that shares its storage is gone, but not when the process ends.
         """
 
 

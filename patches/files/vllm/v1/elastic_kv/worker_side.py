@@ -52,7 +52,8 @@ def allocate(kv_cache_config: "KVCacheConfig", device: "torch.device") -> "torch
     """Reserve the cache's range on this rank and attach what it starts with.
 
     Returns:
-        The int8 buffer of shape `[capacity bytes]` that all layers are views of.
+        The int8 buffer of shape `[capacity bytes]` that all layers are views of. Its
+        memory is given back when the last view is gone.
 
     Raises:
         PageDriverError: There is no address space for the capacity, or no memory
@@ -76,7 +77,7 @@ def allocate(kv_cache_config: "KVCacheConfig", device: "torch.device") -> "torch
         arena.address,
         arena.resident_bytes,
     )
-    return arena.tensor()
+    return arena.owned_tensor()
 
 
 def probe(worker: Any, driver: str) -> ProbeReport:
