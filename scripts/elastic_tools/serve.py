@@ -69,8 +69,10 @@ def plan(
         elastic = False
         if engine == "cpu" and not given.kv_cache_memory_bytes:
             options += ["--kv-cache-memory-bytes", str(1 << 30)]
+    elif engine != "cpu":
+        elastic = False  # the engine would refuse it
     else:
-        config = elastic_config(engine, local=is_loopback(host), given=given)
+        config = elastic_config(local=is_loopback(host), given=given, environment=environment)
         admin = keyed or "admin_api" in config
         options += ["--elastic-kv-config", json.dumps(config)]
 
@@ -80,6 +82,8 @@ def plan(
     post = f"curl -X POST {url}%s -H 'Content-Type: application/json'"
     post += " -H \"Authorization: Bearer $VLLM_API_KEY\" -d '%s'" if keyed else " -d '%s'"
     question = json.dumps({"model": name, "prompt": "The capital of France is"})
+    if engine != "cpu" and not elastic:
+        lines.append("the KV cache is not elastic here: this release has a page driver for CPU engines only")
     lines.append("ask:    " + post % ("/v1/completions", question))
     if elastic:
         lines.append(f"size:   curl {url}/elastic_kv")
@@ -127,13 +131,11 @@ def choose_model(wanted: str) -> tuple[str, str]:
     return wanted, ""
 
 
-def elastic_config(engine: str, local: bool, given: argparse.Namespace) -> dict[str, object]:
-    """The default elastic cache: on a CPU sizes that suit a small machine, on a GPU what the device can hold."""
-    config: dict[str, object] = {}
-    if engine == "cpu":
-        config = {"start": "1GiB", "capacity": "4GiB"}
-        if given.kv_cache_memory_bytes:  # the same as start, and only one may be given
-            config = {}
+def elastic_config(local: bool, given: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, object]:
+    """The default elastic cache: sizes that suit a small machine."""
+    config: dict[str, object] = {"start": "1GiB", "capacity": "4GiB"}
+    if given.kv_cache_memory_bytes or environment.get("VLLM_CPU_KVCACHE_SPACE"):
+        config = {}  # the same as start, and only one may be given
     if local:
         config["admin_api"] = True  # without it vLLM serves the resize route only to holders of an API key
     return config

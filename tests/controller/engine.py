@@ -71,9 +71,8 @@ class Engine:
         self.pool = make_pool(self.layout, enable_kv_cache_events=True)
         self.model_executor = Executor(self.arenas)
         self.batch_queue: deque | None = deque()
-        self.requests = 0  # that wait for a step
+        self.log_stats = True
         self.scheduler = SimpleNamespace(
-            has_requests=lambda: self.requests > 0,
             kv_cache_manager=SimpleNamespace(
                 block_pool=self.pool,
                 watermark_blocks=int(WATERMARK * self.layout.start_blocks),
@@ -105,8 +104,17 @@ class Engine:
     def resize(self, **fields) -> dict:
         """A resize that ends at once, as one does when nothing is in flight."""
         answer = self.controller.resize(fields)
+        self.idle()
         assert answer.done()
         return answer.result()
+
+    def idle(self) -> None:
+        """Let the engine loop go round until no transaction is pending."""
+        for _ in range(1000):
+            if not self.controller.pending:
+                return
+            self.controller.poll()
+        raise AssertionError("a transaction does not end")
 
     def launch_step(self) -> Future:
         """Put a step into flight, as the engine's step does."""
@@ -122,6 +130,8 @@ class Engine:
         if not future.done():
             future.set_result(None)
         self.controller.poll()
+        if not self.batch_queue and not self.model_executor.hold:
+            self.idle()
 
     def resident_blocks(self) -> int:
         return self.pool.num_gpu_blocks

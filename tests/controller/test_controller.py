@@ -557,9 +557,8 @@ class TestSlices:
 
 
 def test_the_engine_steps_between_two_slices(engine, small_slices):
-    """Also where no step stays in flight, as without asynchronous scheduling."""
+    """Also where no step stays in flight, and where the engine was idle: requests may come meanwhile."""
     engine.batch_queue = None
-    engine.requests = 1
     answer = engine.controller.resize({"blocks": 16})
     sizes = [engine.resident_blocks()]
     while not answer.done():

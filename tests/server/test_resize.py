@@ -101,7 +101,7 @@ def test_live_blocks_stay(server):
     wanted = [server.complete(prompt, 48) for prompt in PROMPTS]
     got, floor = {}, server.state()["blocks"]["base"]
 
-    def ask(number):
+    def ask(number):  # what fails here is missing below
         got[number] = server.complete(PROMPTS[number], 48)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(PROMPTS))]
@@ -117,20 +117,24 @@ def test_live_blocks_stay(server):
     server.resize(fraction=1)
     for thread in threads:
         thread.join(300)
-    assert [got[number] for number in range(len(PROMPTS))] == wanted
+    assert [got.get(number) for number in range(len(PROMPTS))] == wanted
 
 
 def test_a_storm_of_resizes_changes_no_token(server):
     wanted = [server.complete(prompt, 32) for prompt in PROMPTS]
     state = server.state()
-    stop, wrong, answers = threading.Event(), [], 0
+    stop, wrong, failed, answers = threading.Event(), [], [], 0
 
     def client(seed):
         nonlocal answers
         rng = random.Random(seed)
         while not stop.is_set():
             number = rng.randrange(len(PROMPTS))
-            text = server.complete(PROMPTS[number], 32)
+            try:
+                text = server.complete(PROMPTS[number], 32)
+            except Exception as error:  # an exception that ends a thread would pass unseen
+                failed.append(error)
+                return
             answers += 1
             if text != wanted[number]:
                 wrong.append((number, text))
@@ -150,6 +154,7 @@ def test_a_storm_of_resizes_changes_no_token(server):
         thread.join(300)
         assert not thread.is_alive()
     assert answers > 0
+    assert failed == []
     assert wrong == []
     assert outcomes <= {"done", "partial", "refused"}
     idle = server.resize(blocks=state["blocks"]["base"])

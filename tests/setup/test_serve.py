@@ -44,11 +44,13 @@ def test_bf16_hardware_chooses_its_own_type(flag):
     assert option(plan(flags=["avx2", flag]), "--dtype") is None
 
 
-def test_gpu_gets_neither_cpu_options_nor_sizes():
+def test_gpu_gets_neither_cpu_options_nor_an_elastic_cache():
+    """The engine would refuse it, after loading the model: there is no page driver for it yet."""
     chosen = plan(engine="cuda")
     assert option(chosen, "--dtype") is None
     assert "--enforce-eager" not in chosen.command
-    assert elastic(chosen) == {"admin_api": True}
+    assert option(chosen, "--elastic-kv-config") is None
+    assert any("not elastic" in line for line in chosen.lines)
     assert "VLLM_CPU_OMP_THREADS_BIND" not in chosen.environment
 
 

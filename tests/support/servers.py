@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from elastic_tools.demo.server import end, free_port
 from elastic_tools.pins import CACHE
 
 SUPPORT = Path(__file__).parent
@@ -105,9 +104,7 @@ def serving(
     log: Path, *arguments: str, model: str | None = None, key: str | None = None, environment: dict | None = None
 ):
     """A server with `arguments`, ready to answer; ended when the block is left."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model or smollm2()),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "SmolLM2"),
@@ -137,17 +134,3 @@ def wait_until_ready(server: Server) -> None:
                 return
         time.sleep(0.5)
     raise TimeoutError(f"no server within {START_SECONDS} s:\n{server.log.read_text()[-4000:]}")
-
-
-def end(process: subprocess.Popen) -> None:
-    """Ask the server to end, and make sure that it and its children have."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(60)
-        process.kill()
-        process.wait()
-        _, alive = psutil.wait_procs(children, timeout=30)
-        for child in alive:
-            child.kill()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import field_validator
 from vllm.config.utils import config
+from vllm.v1.elastic_kv.page_driver import make_driver
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -107,6 +108,8 @@ class ElasticKVConfig:
 
         """
         cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+        # Refuse a device without a page driver now, not after the weights are loaded.
+        make_driver(self.driver, vllm_config.device_config.device_type)
         refused = {
             "a KV connector (--kv-transfer-config), which may hold on to addresses whose pages come and go": (
                 vllm_config.kv_transfer_config is not None
@@ -125,6 +128,9 @@ class ElasticKVConfig:
             ),
             f"--decode-context-parallel-size {parallel.decode_context_parallel_size}": (
                 parallel.decode_context_parallel_size > 1
+            ),
+            "--distributed-executor-backend external_launcher, where each process would have its own size": (
+                parallel.distributed_executor_backend == "external_launcher"
             ),
             "elastic expert parallelism (--enable-elastic-ep)": parallel.enable_elastic_ep,
             "HiSparse, which keeps a second pool of blocks": (vllm_config.attention_config.hisparse_config is not None),

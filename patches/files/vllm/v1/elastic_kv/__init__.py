@@ -3,7 +3,7 @@
 
 The modules, from the memory upwards:
 
-- `page_driver`, `host_driver`: reserve addresses; create, map, unmap and release pages.
+- `page_driver`, `host_driver`, `host_memory`: reserve addresses; create, map, unmap and release pages.
 - `arena`: one reservation, and which chunks of it have pages.
 - `layout`: how block ids lie in the reservation, and what a chunk is.
 - `worker_side`: the arena of one rank, as the engine core calls it.
@@ -14,5 +14,5 @@ The modules, from the memory upwards:
 - `start_up`: sizes at start-up, and what is refused.
 - `metrics`, `api_router`: Prometheus and HTTP.
 
-`page_driver`, `host_driver`, `arena` and `layout` import nothing of vLLM.
+`page_driver`, `host_driver`, `host_memory`, `arena` and `layout` import nothing of vLLM.
 """

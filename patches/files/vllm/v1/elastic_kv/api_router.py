@@ -61,11 +61,12 @@ async def state(request: Request) -> JSONResponse:
 @admin_router.post("/elastic_kv/resize", openapi_extra={"requestBody": {"required": True}})
 async def resize(request: Request) -> JSONResponse:
     """Resize the KV cache; answers when it has ended."""
-    body = await request.body()
-    if len(body) > _LARGEST_BODY:
-        raise HTTPException(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The body has {len(body)} bytes; at most {_LARGEST_BODY} are taken."
-        )
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _LARGEST_BODY:
+            message = f"The body is too long; at most {_LARGEST_BODY} bytes are taken."
+            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
     try:
         wanted = ResizeRequest.model_validate_json(body)
         engine = request.app.state.engine_client
@@ -80,7 +81,7 @@ async def resize(request: Request) -> JSONResponse:
 
 def attach_router(app: FastAPI) -> None:
     """Serve the interface, as far as `--elastic-kv-config` and the API key allow."""
-    config = app.state.args.elastic_kv_config
+    config = getattr(app.state.args, "elastic_kv_config", None)
     if config is None:
         return
     app.include_router(state_router)

@@ -31,9 +31,22 @@ class KVArena:
     """
 
     def __init__(
-        self, driver: PageDriver, segments: Sequence[Segment], chunk_blocks: int, capacity_chunks: int
+        self,
+        driver: PageDriver,
+        segments: Sequence[Segment],
+        chunk_blocks: int,
+        capacity_chunks: int,
+        ranks_sharing: int = 1,
     ) -> None:
         """Reserve the range; nothing is attached yet.
+
+        Args:
+            driver: Maps the pages.
+            segments: How the blocks lie in the range.
+            chunk_blocks: Blocks in a chunk.
+            capacity_chunks: Chunks that the range has room for.
+            ranks_sharing: Arenas that take their pages from the same memory, this one
+                among them; all of them attach at the same time.
 
         Raises:
             ValueError: A chunk does not fill whole granules in every segment.
@@ -47,6 +60,7 @@ class KVArena:
         self.segments = tuple(segments)
         self.chunk_blocks = chunk_blocks
         self.capacity_chunks = capacity_chunks
+        self.ranks_sharing = ranks_sharing
         self.nbytes = sum(segment.stride for segment in segments) * chunk_blocks * capacity_chunks
         self.address = driver.reserve(self.nbytes)
         self._handles: dict[int, list[int]] = {}  # chunk -> one handle per segment
@@ -156,9 +170,9 @@ class KVArena:
 
     def _check_memory(self, nbytes: int) -> None:
         # A device that hands out more than it has may kill the process later instead of failing now.
-        available = self.driver.available_bytes()
+        available = self.driver.available_bytes() // self.ranks_sharing
         if nbytes > available:
-            hint = f"{available} bytes are available"
+            hint = f"{available} bytes are available to each rank"
             raise OutOfMemoryError("attach", "out of memory", nbytes, self.driver.device, hint)
 
     def _checked(self, chunks: Iterable[int], attached: bool) -> list[int]:

@@ -155,8 +155,3 @@ class ElasticBlockPool(BlockPool):
                 return None
             cached += block.block_hash is not None
         return cached
-
-
-def make_block_pool(layout: ElasticKVLayout | None, **kwargs: Any) -> BlockPool:
-    """Upstream's block pool, or an elastic one where the cache has a `layout`."""
-    return BlockPool(**kwargs) if layout is None else ElasticBlockPool(layout, **kwargs)

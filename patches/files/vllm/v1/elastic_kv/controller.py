@@ -52,11 +52,8 @@ class ElasticKVController:
         self._resizer = Resizer(pool, engine.model_executor, self._block_bytes, lambda: Fence(engine), self._publish)
         # Tokens in a block, of a request that takes blocks from every cache group.
         self._block_tokens = engine.vllm_config.cache_config.block_size
-
-    @property
-    def _busy(self) -> bool:
-        """Whether requests wait for the engine to step."""
-        return bool(self._engine.batch_queue) or self._engine.scheduler.has_requests()
+        engine.scheduler.elastic_kv = self  # type: ignore[attr-defined]
+        self._show()
 
     @property
     def pending(self) -> bool:
@@ -99,8 +96,8 @@ class ElasticKVController:
         return answer
 
     def poll(self, wait: bool = False) -> None:
-        """Give the transactions their turn: one thing they wait for between two
-        steps, or all of them where there is nothing to step.
+        """Give the transactions their turn: one thing they wait for. The engine loop
+        does so between two looks at its input, whether there is a step or not.
 
         Args:
             wait: Go on until all have ended. For callers without an engine loop.
@@ -114,11 +111,12 @@ class ElasticKVController:
             if self._fatal is not None:
                 raise self._fatal
             try:
-                if not self._advance(self._queue[0], wait) or (self._busy and not wait):
-                    return
+                moved = self._advance(self._queue[0], wait)
             except Exception as error:  # whatever it is, what the ranks hold is no longer known
                 self._fatal = error
                 raise
+            if not wait or not moved:
+                return
 
     def _advance(self, job: Job, wait: bool) -> bool:
         """Carry a transaction on to the next thing it waits for. False if it waits still."""
@@ -217,9 +215,12 @@ class ElasticKVController:
         result.duration_ms = (time.monotonic() - job.asked_at) * 1000
         answer = result.to_dict()
         if not job.request.dry_run:
-            self._outcomes["failed" if job.rank_failed else result.outcome] += 1
+            outcome = "failed" if job.rank_failed else result.outcome
+            self._outcomes[outcome] += 1
             self._last = answer
-            self._unreported.append(answer)
+            if self._engine.log_stats:
+                direction = "shrink" if job.target < result.before else "grow"
+                self._unreported.append(answer | {"outcome": outcome, "direction": direction})
             cache_config = self._engine.vllm_config.cache_config
             logger.info(
                 "Elastic KV cache: resize from %d to %d blocks %s in %.1f ms (pause %.1f ms, %d blocks evicted)%s. "

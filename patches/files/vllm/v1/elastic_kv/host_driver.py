@@ -3,7 +3,7 @@
 
 Moving a mapping re-points page tables and copies nothing. Anonymous memory gets
 huge pages where the system allows it, which shared memory mostly does not.
-Sources: mmap(2), mremap(2), mprotect(2), madvise(2), mincore(2), proc_sys_vm(5), cgroups(7).
+Sources: mmap(2), mremap(2), mprotect(2), madvise(2), mincore(2), proc_sys_vm(5).
 """
 
 import ctypes
@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
+from . import host_memory
 from .page_driver import Ledger, OutOfMemoryError, PageDriver, PageDriverError
 
 if TYPE_CHECKING:
@@ -135,9 +134,13 @@ class HostPageDriver(PageDriver):
             try:
                 flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
                 self._address("mmap", nbytes, address, nbytes, _NO_ACCESS, flags, -1, 0)
-            except PageDriverError:
+            except PageDriverError as error:
                 flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
-                self._address("mremap", nbytes, away, nbytes, nbytes, flags, address)
+                try:
+                    self._address("mremap", nbytes, away, nbytes, nbytes, flags, address)
+                except PageDriverError as lost:
+                    # No PageDriverError: the pages are not where the handle says, so nothing may go on.
+                    raise RuntimeError(f"{error}; and the pages could not be moved back: {lost}") from lost
                 raise
         except PageDriverError:
             self._status("mprotect", nbytes, address, nbytes, _READ_WRITE)
@@ -150,14 +153,10 @@ class HostPageDriver(PageDriver):
         """Nothing runs on the host beside the thread that calls this."""
 
     def available_bytes(self) -> int:
-        available = psutil.virtual_memory().available
-        limit, used = _cgroup_memory()
-        return available if limit is None else max(0, min(available, limit - used))
+        return host_memory.available_bytes()
 
     def total_bytes(self) -> int:
-        total = psutil.virtual_memory().total
-        limit, _ = _cgroup_memory()
-        return total if limit is None else min(total, limit)
+        return host_memory.total_bytes()
 
     def reported_bytes(self, address: int, nbytes: int) -> int:
         resident = 0
@@ -194,20 +193,3 @@ class HostPageDriver(PageDriver):
         no_memory = number == errno.ENOMEM or (call == "madvise" and number == errno.EFAULT)
         kind = OutOfMemoryError if no_memory else PageDriverError
         return kind(call, errno.errorcode.get(number, str(number)), nbytes, self.device, os.strerror(number))
-
-
-def _cgroup_memory() -> tuple[int | None, int]:
-    """Limit and use of the memory cgroup in bytes; `(None, 0)` where there is no limit.
-
-    Page cache that can be dropped does not count as used.
-    """
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        if limit == "max":
-            return None, 0
-        used = int((root / "memory.current").read_text())
-        statistics = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-    except OSError:  # no unified hierarchy here, or this is its root, which has no limit
-        return None, 0
-    return int(limit), used - int(statistics.get("inactive_file", 0))

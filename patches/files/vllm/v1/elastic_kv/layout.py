@@ -31,6 +31,8 @@ class ElasticKVLayout:
     capacity_blocks: int
     chunk_blocks: int
     driver: str
+    # Ranks that take their pages from the same memory, this one among them.
+    ranks_sharing: int = 1
     # The rank's memory, set where the worker allocates it; None in the engine core.
     arena: "KVArena | None" = field(default=None, repr=False, compare=False)
 

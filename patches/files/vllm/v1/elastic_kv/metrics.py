@@ -72,8 +72,7 @@ class ElasticKVProm:
         for name, value in values.items():
             self._gauges[name].labels(*labels).set(value)
         for resize in stats.resizes:
-            direction = "shrink" if resize["to"] < resize["from"] else "grow"
-            self._resizes.labels(*labels, direction, resize["outcome"]).inc()
+            self._resizes.labels(*labels, resize["direction"], resize["outcome"]).inc()
             self._evicted.labels(*labels).inc(resize["evicted"])
             self._duration.labels(*labels).observe(resize["duration_ms"] / 1000)
             self._pause.labels(*labels).observe(resize["pause_ms"] / 1000)

@@ -70,12 +70,12 @@ class Resizer:
             job.result.after -= len(plan.chunks) * chunk_blocks
             return job.end(*_outcome_of_shrink(len(plan.chunks), plan.missing))
         probes: list[ProbeReport] = yield call(self._executor, worker_side.probe, self._pool.layout.driver)
-        available = min(probe["available_bytes"] for probe in probes)
+        available = min(probe["available_bytes"] for probe in probes) // self._pool.layout.ranks_sharing
         fits = min(change, available // (self._block_bytes * chunk_blocks))
         job.result.after += fits * chunk_blocks
         if fits == change:
             return job.end("done")
-        return job.end("partial" if fits else "refused", f"{available} bytes are available")
+        return job.end("partial" if fits else "refused", f"{available} bytes are available to each rank")
 
     def grow(self, job: Job, chunks: Sequence[int]) -> Transaction:
         """Attach `chunks` and publish their blocks, slice by slice."""

@@ -103,14 +103,13 @@ def _layout(
                 )
         capacity_blocks = capacity // largest
 
-    chunk = _chunk_blocks(kv_cache_configs, probes, capacity_blocks)
-    capacity_blocks = round_down(capacity_blocks, chunk) if capacity else round_up(capacity_blocks, chunk)
     if capacity_blocks < upstream_blocks:
         raise ValueError(
-            f"elastic_kv_config capacity ({capacity} bytes, {capacity_blocks} blocks of {largest} bytes in chunks of "
-            f"{chunk}) is less than the cache starts with ({upstream_blocks} blocks); give a larger capacity, or a "
-            "smaller start."
+            f"elastic_kv_config capacity ({capacity} bytes, {capacity_blocks} blocks of {largest} bytes) is less than "
+            f"the cache starts with ({upstream_blocks} blocks); give a larger capacity, or a smaller start."
         )
+    chunk = _chunk_blocks(kv_cache_configs, probes, capacity_blocks)
+    capacity_blocks = round_down(capacity_blocks, chunk) if capacity else round_up(capacity_blocks, chunk)
     base_blocks = round_up(max(cdiv(config.size("base") or 1, largest), 1), chunk)
     start_blocks = min(round_up(upstream_blocks, chunk), capacity_blocks)
     if base_blocks > start_blocks:
@@ -124,6 +123,7 @@ def _layout(
         capacity_blocks=capacity_blocks,
         chunk_blocks=chunk,
         driver=probes[0]["driver"],
+        ranks_sharing=max(sharing),
     )
 
 

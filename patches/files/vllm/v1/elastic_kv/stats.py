@@ -8,7 +8,8 @@ from typing import Any
 @dataclass
 class ElasticKVStats:
     """Sizes now, in blocks and bytes per rank, and the resizes that ended since
-    the last time, each as `ResizeResult.to_dict` gives it.
+    the last time, each as `ResizeResult.to_dict` gives it, with its `direction`, and
+    `failed` as its `outcome` where a rank failed.
     """
 
     resident_blocks: int

@@ -63,7 +63,13 @@ def allocate(kv_cache_config: "KVCacheConfig", device: "torch.device") -> "torch
     layout = kv_cache_config.elastic_kv
     assert layout is not None
     segments = segments_of(kv_cache_config.kv_cache_tensors, layout.capacity_blocks)
-    arena = KVArena(make_driver(layout.driver, device.type), segments, layout.chunk_blocks, layout.capacity_chunks)
+    arena = KVArena(
+        make_driver(layout.driver, device.type),
+        segments,
+        layout.chunk_blocks,
+        layout.capacity_chunks,
+        layout.ranks_sharing,
+    )
     try:
         arena.attach(range(layout.start_blocks // layout.chunk_blocks))
     except PageDriverError:
