@@ -356,3 +356,13 @@ def test_the_memory_goes_with_the_last_view(faulty):
     gc.collect()
     assert not faulty.live
     assert arena.nbytes == 0
+
+
+def test_arenas_that_share_memory_do_not_count_it_twice(faulty, monkeypatch):
+    arena = KVArena(faulty, [Segment(0, 4096)], 1, 8, ranks_sharing=2)
+    monkeypatch.setattr(faulty, "available_bytes", lambda: 6 * 4096)
+    with pytest.raises(OutOfMemoryError, match=f"{3 * 4096} bytes are available to each rank"):
+        arena.attach(range(4))
+    assert not arena.attached
+    arena.attach(range(3))
+    arena.close()

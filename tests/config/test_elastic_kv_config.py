@@ -174,6 +174,7 @@ def test_unknown_keys_and_values(fields):
 def engine_config(**changes):
     """The parts of a VllmConfig that are looked at; `changes` are paths such as `cache_config__block_size`."""
     config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cpu"),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=None, num_gpu_blocks_override=None, kv_offloading_size=None),
         parallel_config=SimpleNamespace(
             data_parallel_size=1,
@@ -182,6 +183,7 @@ def engine_config(**changes):
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
             enable_elastic_ep=False,
+            distributed_executor_backend="mp",
         ),
         model_config=SimpleNamespace(enable_sleep_mode=False),
         attention_config=SimpleNamespace(hisparse_config=None),
@@ -209,6 +211,7 @@ def engine_config(**changes):
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 2"),
         ({"parallel_config__enable_elastic_ep": True}, "--enable-elastic-ep"),
+        ({"parallel_config__distributed_executor_backend": "external_launcher"}, "external_launcher"),
         ({"attention_config__hisparse_config": object()}, "HiSparse"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -216,6 +219,13 @@ def engine_config(**changes):
 def test_what_excludes_an_elastic_cache_is_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=f"elastic KV cache does not work with .*{message}") as failure:
         ElasticKVConfig().verify_and_update(engine_config(**changes))
+    assert one_sentence(str(failure.value))
+
+
+@pytest.mark.parametrize(("driver", "device"), [("auto", "cuda"), ("cuda", "cpu"), ("host", "cuda"), ("auto", "xpu")])
+def test_a_device_without_a_page_driver_is_refused_before_anything_is_loaded(driver, device):
+    with pytest.raises(ValueError, match=f"no page driver .* for device type '{device}'") as failure:
+        ElasticKVConfig(driver=driver).verify_and_update(engine_config(device_config__device_type=device))
     assert one_sentence(str(failure.value))
 
 

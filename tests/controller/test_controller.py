@@ -189,9 +189,20 @@ class TestState:
     def test_stats_hand_out_each_resize_once(self, engine):
         first, second = engine.resize(blocks=10), engine.resize(blocks=4)
         stats = engine.controller.take_stats()
-        assert stats.resizes == [first, second]
+        assert stats.resizes == [first | {"direction": "grow"}, second | {"direction": "shrink"}]
         assert (stats.resident_blocks, stats.base_blocks, stats.capacity_blocks) == (4, 2, 16)
         assert stats.reported_bytes == 4 * stats.block_bytes
+        assert engine.controller.take_stats().resizes == []
+
+    def test_a_refused_shrink_is_a_shrink(self, engine):
+        engine.pool.get_new_blocks(5)
+        assert engine.resize(blocks=2)["outcome"] == "refused"
+        (resize,) = engine.controller.take_stats().resizes
+        assert (resize["direction"], resize["outcome"]) == ("shrink", "refused")
+
+    def test_nothing_is_kept_for_metrics_that_are_off(self, engine):
+        engine.log_stats = False
+        engine.resize(blocks=10)
         assert engine.controller.take_stats().resizes == []
 
     def test_another_pool_is_refused(self, engine):
@@ -291,9 +302,9 @@ class TestFailingRanks:
         engine.drivers[0].fail(call)
         engine.drivers[1].fail(undo)
         with pytest.raises(RanksDisagreeError, match=f"rank 0: {call} .*could not be undone on rank 1: {undo}"):
-            engine.controller.resize({"blocks": blocks})
+            engine.resize(blocks=blocks)
         assert engine.controller.pending
-        for _ in range(2):  # the engine loop meets it too
+        for _ in range(2):  # and at every later turn
             with pytest.raises(RanksDisagreeError):
                 engine.controller.poll()
 
@@ -303,7 +314,7 @@ class TestFailingRanks:
         engine.drivers[0].fail("unmap", number=4)
         engine.drivers[0].fail("map", number=1)
         with pytest.raises(ArenaBrokenError):
-            engine.controller.resize({"blocks": 2})
+            engine.resize(blocks=2)
         assert engine.controller.pending
         with pytest.raises(ArenaBrokenError):
             engine.controller.poll()
@@ -493,7 +504,7 @@ class TestExecutorFailures:
     def test_a_time_out_reaches_the_engine_loop(self, engine, call):
         engine.model_executor.time_out_on = call
         with pytest.raises(TimeoutError, match=call):
-            engine.controller.resize({"blocks": 16})
+            engine.resize(blocks=16)
         assert engine.controller.pending
         with pytest.raises(TimeoutError, match=call):
             engine.controller.poll()
@@ -509,7 +520,7 @@ class TestExecutorFailures:
     def test_nothing_more_is_started_after_one(self, engine):
         engine.model_executor.time_out_on = "detach"
         with pytest.raises(TimeoutError):
-            engine.controller.resize({"blocks": 2})
+            engine.resize(blocks=2)
         calls = list(engine.model_executor.calls)
         for _ in range(3):
             with pytest.raises(TimeoutError):

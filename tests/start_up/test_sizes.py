@@ -91,9 +91,13 @@ def test_defaults():
 
 
 def test_ranks_on_one_host_share_its_memory():
-    assert sizes({}, ranks=2).capacity_blocks == 4 * GIB // PER_BLOCK
+    layout = sizes({}, ranks=2)
+    assert layout.capacity_blocks == 4 * GIB // PER_BLOCK
+    assert layout.ranks_sharing == 2
     own = Executor(ranks=2, node=None, driver="cuda", granule=2 << 20)
-    assert sizes({}, executor=own).capacity_blocks == 8 * GIB // PER_BLOCK
+    layout = sizes({}, executor=own)
+    assert layout.capacity_blocks == 8 * GIB // PER_BLOCK
+    assert layout.ranks_sharing == 1
 
 
 def test_given_sizes_are_kept_in_whole_chunks():
@@ -107,6 +111,15 @@ def test_given_sizes_are_kept_in_whole_chunks():
 def test_start_at_capacity():
     layout = sizes({"capacity": 100 * PER_BLOCK})
     assert layout.start_blocks == layout.capacity_blocks == 100
+
+
+@pytest.mark.parametrize("blocks", range(100, 110))
+def test_start_at_a_capacity_that_is_no_multiple_of_a_chunk(blocks):
+    """Chunks of 8 blocks: what both have room for is rounded down."""
+    executor = Executor(granule=8 * BLOCK)
+    layout = sizes({"capacity": blocks * PER_BLOCK}, blocks=blocks, executor=executor)
+    assert layout.chunk_blocks == 8
+    assert layout.start_blocks == layout.capacity_blocks == blocks // 8 * 8
 
 
 def test_chunks_are_larger_where_mappings_are_few():
