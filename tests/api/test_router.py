@@ -175,3 +175,32 @@ def test_a_huge_body_is_refused(engine):
     body = b'{"blocks": 20, "nonsense": "' + b"x" * (70 << 10) + b'"}'
     assert post(client(engine, ElasticKVConfig(admin_api=True)), body).status_code == 413
     assert engine.asked == []
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_leaves_while_it_is_read_changes_nothing(engine):
+    app = client(engine, ElasticKVConfig(admin_api=True)).app
+    sent = []
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/elastic_kv/resize",
+        "raw_path": b"/elastic_kv/resize",
+        "query_string": b"",
+        "headers": [],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
+        "scheme": "http",
+        "http_version": "1.1",
+        "root_path": "",
+    }
+    await app(scope, receive, send)
+    assert sent[0]["status"] == 400
+    assert engine.asked == []

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.logger import init_logger
@@ -62,11 +63,14 @@ async def state(request: Request) -> JSONResponse:
 async def resize(request: Request) -> JSONResponse:
     """Resize the KV cache; answers when it has ended."""
     body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > _LARGEST_BODY:
-            message = f"The body is too long; at most {_LARGEST_BODY} bytes are taken."
-            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > _LARGEST_BODY:
+                message = f"The body is too long; at most {_LARGEST_BODY} bytes are taken."
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
+    except ClientDisconnect as error:  # nobody reads this answer; without it the log has a traceback
+        raise HTTPException(HTTPStatus.BAD_REQUEST, "The client left before the request was read.") from error
     try:
         wanted = ResizeRequest.model_validate_json(body)
         engine = request.app.state.engine_client
