@@ -14,10 +14,10 @@ def parser() -> argparse.ArgumentParser:
         prog="scripts/bench",
         description="Compares the unpatched engine with the patched one, elastic off, and on but idle. Takes minutes.",
     )
-    made.add_argument("--rounds", type=int, default=12, help="rounds that count, 5 at least (default %(default)s)")
+    made.add_argument("--rounds", type=int, default=84, help="rounds that count, 5 at least (default %(default)s)")
     made.add_argument("--warm-up", type=int, default=2, help="rounds before them (default %(default)s)")
     made.add_argument("--requests", type=int, default=16, help="requests per round (default %(default)s)")
-    made.add_argument("--tokens", type=int, default=64, help="tokens per request (default %(default)s)")
+    made.add_argument("--tokens", type=int, default=16, help="tokens per request (default %(default)s)")
     made.add_argument("--cache-mib", type=int, default=512, help="the cache of every arm (default %(default)s MiB)")
     made.add_argument("--capacity-mib", type=int, default=2048, help="of the elastic arm (default %(default)s MiB)")
     made.add_argument("--control", action="store_true", help="add a second unpatched arm, to see the noise")
