@@ -318,3 +318,37 @@ def test_the_driver_of_a_cpu(name):
 def test_a_driver_for_another_device_is_refused(name, device):
     with pytest.raises(ValueError, match="no page driver"):
         make_driver(name, device)
+
+
+@pytest.mark.parametrize("broken", ["mremap", "mmap", "mprotect"])
+def test_an_unmap_that_fails_leaves_the_pages_as_they_were(monkeypatch, broken):
+    """Host only: each of its three calls fails in turn, once."""
+    from vllm.v1.elastic_kv.host_driver import HostPageDriver
+    from vllm.v1.elastic_kv.page_driver import PageDriverError
+
+    driver = HostPageDriver()
+    size = 4 * driver.granule
+    space = driver.reserve(size)
+    handle = driver.create(size)
+    driver.map(space, handle)
+    pages = driver.tensor(space, size)
+    pages.fill_(7)
+    name = "_status" if broken == "mprotect" else "_address"
+    real, failures = getattr(driver, name), [1]
+
+    def call(what, nbytes, *arguments):
+        if what == broken and failures:
+            failures.pop()
+            raise PageDriverError(what, "EAGAIN", nbytes, "host")
+        return real(what, nbytes, *arguments)
+
+    monkeypatch.setattr(driver, name, call)
+    with pytest.raises(PageDriverError, match=broken):
+        driver.unmap(handle)
+    assert (pages == 7).all()
+    pages.fill_(8)  # still writable
+    assert driver.reported_bytes(space, size) == size
+    driver.unmap(handle)
+    assert driver.reported_bytes(space, size) == 0
+    driver.release(handle)
+    driver.unreserve(space, size)

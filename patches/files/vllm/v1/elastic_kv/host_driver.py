@@ -126,24 +126,23 @@ class HostPageDriver(PageDriver):
         # Without access the pages do not count against RLIMIT_DATA, so that moving them cannot fail
         # for want of memory: the move needs room for a second mapping of the same size.
         self._status("mprotect", nbytes, address, nbytes, _NO_ACCESS)
+        away: int | None = None
         try:
             # DONTUNMAP keeps the range occupied until the reservation covers it again. Without it,
             # another thread's mmap could be given the hole.
             flags = _MREMAP_MAYMOVE | _MREMAP_DONTUNMAP
             away = self._address("mremap", nbytes, address, nbytes, nbytes, flags, None)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+            self._address("mmap", nbytes, address, nbytes, _NO_ACCESS, flags, -1, 0)
+        except PageDriverError as error:
             try:
-                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-                self._address("mmap", nbytes, address, nbytes, _NO_ACCESS, flags, -1, 0)
-            except PageDriverError as error:
-                flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
-                try:
+                if away is not None:
+                    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
                     self._address("mremap", nbytes, away, nbytes, nbytes, flags, address)
-                except PageDriverError as lost:
-                    # No PageDriverError: the pages are not where the handle says, so nothing may go on.
-                    raise RuntimeError(f"{error}; and the pages could not be moved back: {lost}") from lost
-                raise
-        except PageDriverError:
-            self._status("mprotect", nbytes, address, nbytes, _READ_WRITE)
+                self._status("mprotect", nbytes, address, nbytes, _READ_WRITE)
+            except PageDriverError as lost:
+                # No PageDriverError: the pages are not as the handle says, so nothing may go on.
+                raise RuntimeError(f"{error}; and the pages could not be put back: {lost}") from lost
             raise
         self._at[handle] = (away, nbytes)
         self._parked.add(handle)
