@@ -37,10 +37,22 @@ def requests(count: int, tokens: list[int], rng: random.Random) -> list[tuple[st
     return made
 
 
+def scatter(pool, rng: random.Random) -> None:
+    """Shuffle what is handed out next, so that live blocks lie all over the cache and a shrink has to move them."""
+    free = pool.free_block_queue.popleft_n(pool.get_num_free_blocks())
+    rng.shuffle(free)
+    pool.free_block_queue.append_n(free)
+
+
 def main(options: dict) -> dict:
     rng = random.Random(options.get("seed", 0))
     todo = requests(options.get("requests", 32), options.get("tokens", [8, 40]), rng)
     elastic = options.get("elastic")
+    if "granule" in options:
+        # As large as a GPU's, so that a chunk has many blocks, and a shrink has to move those in use.
+        from vllm.v1.elastic_kv.host_driver import HostPageDriver
+
+        HostPageDriver.granule = options["granule"]
     size = {"elastic_kv_config": elastic} if elastic else {"kv_cache_memory_bytes": 1 << 29}
     engine = LLMEngine.from_engine_args(
         EngineArgs(
@@ -57,7 +69,7 @@ def main(options: dict) -> dict:
         )
     )
     core = engine.engine_core.engine_core
-    outputs, outcomes, sizes, in_flight = {}, Counter(), [], 0
+    outputs, outcomes, costs, sizes, in_flight = {}, Counter(), Counter(), [], 0
     step = 0
     while todo or engine.has_unfinished_requests():
         for _ in range(rng.randint(0, 3)):
@@ -75,8 +87,10 @@ def main(options: dict) -> dict:
             low = state["base"] if rng.random() < 0.1 else 40
             answer = engine.resize_kv_cache(blocks=rng.randint(low, state["capacity"]))
             outcomes[answer["outcome"]] += 1
+            costs.update({name: answer[name] for name in ("evicted", "moved", "preempted")})
             sizes.append(answer["to"])
             core.elastic_kv.pool.check()
+            scatter(core.elastic_kv.pool, rng)
             now = engine.elastic_kv_state()
             assert now["bytes"]["reported"] == now["bytes"]["resident"], now["bytes"]
             assert now["blocks"]["resident"] == answer["to"], (now["blocks"], answer)
@@ -88,6 +102,7 @@ def main(options: dict) -> dict:
         "steps": step,
         "steps_in_flight": in_flight,
         "outcomes": outcomes,
+        "costs": costs,
         "sizes": sizes,
         "outputs": dict(sorted(outputs.items())),
     }

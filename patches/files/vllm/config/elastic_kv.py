@@ -71,9 +71,12 @@ class ElasticKVConfig:
     """What the cache may grow to. Address space is reserved for it at start-up,
     memory is not. Without it, what the device could hold at start-up."""
 
-    policy: Literal["static"] = "static"
+    policy: Literal["static", "on-demand"] = "static"
     """Who decides the size. `static`: it stays until someone asks for another
-    one, through `POST /elastic_kv/resize` or `LLM.resize_kv_cache`."""
+    one, through `POST /elastic_kv/resize` or `LLM.resize_kv_cache`. `on-demand`:
+    it grows from `start` to `capacity`, or to the size that was asked for last,
+    when a request needs blocks and before a cached prefix is evicted. With either,
+    a request that is the only one and needs more than there is makes it grow."""
 
     admin_api: bool | None = None
     """Whether `POST /elastic_kv/resize` is served. Without it, only if the

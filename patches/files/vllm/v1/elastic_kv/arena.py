@@ -117,6 +117,14 @@ class KVArena:
             handles = {chunk: self._map_chunk(chunk, undo) for chunk in chunks}
         self._handles.update(handles)
 
+    busy = False
+
+    def prepare(self, chunks):
+        pass
+
+    def discard_prepared(self):
+        pass
+
     def detach(self, chunks: Iterable[int]) -> None:
         """Take the pages of `chunks` and give them back to the device.
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A block pool whose blocks can be published and withdrawn while it is in use."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -23,18 +24,32 @@ class BlockCounts:
 
 @dataclass(frozen=True)
 class ShrinkPlan:
-    """Which chunks a shrink takes, and what that costs."""
+    """Which chunks a shrink takes, and what that costs, in blocks."""
 
     chunks: tuple[int, ...]
     evicted: int  # cached blocks that lose their prefix
-    missing: int  # chunks that cannot be had, because they hold live blocks
+    moved: int  # live blocks that go to other chunks
+    missing: int  # chunks that cannot be had, because live blocks need the room
+    shortfall: int  # live blocks that would have to be freed for none to be missing
+
+
+class Move(NamedTuple):
+    """A live block that goes from one block id to another."""
+
+    source: int
+    destination: int
 
 
 class ElasticBlockPool(BlockPool):
     """Only resident blocks are in the free queue, in a request or in the prefix
     cache. `blocks` has an entry for every id up to the highest that was ever
-    resident, so that an id is always its index; `num_gpu_blocks` counts the
-    resident ones.
+    resident, so that an id is always its index; `num_gpu_blocks` counts those
+    that are handed out or may be.
+
+    A chunk leaves in steps. `withdraw` takes its free blocks out, and from then on a
+    block of it that is freed does not come back. Its live blocks trade ids with
+    destinations that were set aside for them. An empty chunk may lose its pages,
+    once no step is in flight that may touch them, and is then `retire`d.
     """
 
     def __init__(self, layout: ElasticKVLayout, num_gpu_blocks: int, **kwargs: Any) -> None:
@@ -42,9 +57,13 @@ class ElasticBlockPool(BlockPool):
         self.layout = layout
         self._resident = set(range(num_gpu_blocks // layout.chunk_blocks))
         self._base_chunks = layout.base_blocks // layout.chunk_blocks
+        self._leaving: set[int] = set()
+        # As many as there are live blocks in leaving chunks; neither free nor in use.
+        self._destinations: list[KVCacheBlock] = []
 
     @property
     def resident_chunks(self) -> frozenset[int]:
+        """Chunks that have pages, those that are leaving among them."""
         return frozenset(self._resident)
 
     def missing_chunks(self) -> list[int]:
@@ -55,6 +74,13 @@ class ElasticBlockPool(BlockPool):
         cached = sum(block.block_hash is not None for block in self.free_block_queue.iter_blocks_after(None))
         free = self.get_num_free_blocks()
         return BlockCounts(used=self.num_gpu_blocks - 1 - free, cached=cached, free=free - cached)
+
+    def free_and_useless(self, at_most: int) -> int:
+        """How many of the next `at_most` blocks to be handed out are no cached prefix."""
+        found = 0
+        for block in islice(self.free_block_queue.iter_blocks_after(None), at_most):
+            found += block.block_hash is None
+        return found
 
     def grow(self, chunks: Sequence[int]) -> None:
         """Publish the blocks of `chunks`, which have pages on every rank by now.
@@ -68,52 +94,129 @@ class ElasticBlockPool(BlockPool):
         assert self._resident.isdisjoint(chunks), f"some of the chunks {chunks} are resident already"
         self.blocks.extend(KVCacheBlock(block_id, pool=self) for block_id in range(len(self.blocks), ids[-1] + 1))
         self._resident.update(chunks)
-        self.free_block_queue.prepend_n([self.blocks[block_id] for block_id in ids])
-        self.num_gpu_blocks += len(ids)
+        self._publish([self.blocks[block_id] for block_id in ids])
 
     def plan_shrink(self, num_chunks: int) -> ShrinkPlan:
-        """Choose `num_chunks` chunks to withdraw, cheapest first: chunks that are
-        free, then those whose cached blocks would be evicted next anyway. Changes
-        nothing. Chunks of the base and chunks with a live block are never chosen.
+        """Choose `num_chunks` chunks to withdraw, cheapest first: those that are free,
+        those whose cached blocks would be evicted next anyway, then those with the
+        fewest live blocks to move, as far as the live blocks fit into what stays.
+        Changes nothing. Chunks of the base are never chosen.
         """
-        candidates = {
-            chunk: cached
-            for chunk in sorted(self._resident, reverse=True)
-            if chunk >= self._base_chunks and (cached := self._cached_in(chunk)) is not None
-        }
-        chosen = [chunk for chunk, cached in candidates.items() if not cached][:num_chunks]
-        if len(chosen) < num_chunks:
-            # A chunk is worth what its most useful block is worth: the one evicted last.
-            worth = dict.fromkeys(candidates, -1)
-            for place, block in enumerate(self.free_block_queue.iter_blocks_after(None)):
-                chunk = block.block_id // self.layout.chunk_blocks
-                if block.block_hash is not None and chunk in worth:
-                    worth[chunk] = place
-            rest = sorted((chunk for chunk in candidates if candidates[chunk]), key=worth.__getitem__)
-            chosen += rest[: num_chunks - len(chosen)]
+        assert not self._leaving, "another shrink is under way"
+        size = self.layout.chunk_blocks
+        # A chunk is worth what its most useful block is worth: the one evicted last.
+        worth = dict.fromkeys(self._resident, -1)
+        for place, block in enumerate(self.free_block_queue.iter_blocks_after(None)):
+            if block.block_hash is not None:
+                worth[block.block_id // size] = place
+        live = {chunk: sum(self.blocks[block_id].ref_cnt > 0 for block_id in self._ids(chunk)) for chunk in worth}
+        room = self.get_num_free_blocks()
+        leavable = len(self._resident) - self._base_chunks
+        wanted = min(num_chunks, leavable)
+        possible = min(wanted, room // size)
+        victims = sorted(
+            (chunk for chunk in self._resident if chunk >= self._base_chunks),
+            key=lambda chunk: (live[chunk], worth[chunk], -chunk),
+        )[:possible]
         return ShrinkPlan(
-            chunks=tuple(sorted(chosen)),
-            evicted=sum(candidates[chunk] for chunk in chosen),
-            missing=num_chunks - len(chosen),
+            chunks=tuple(sorted(victims)),
+            evicted=self._evicted_by(victims, moved := sum(live[chunk] for chunk in victims)),
+            moved=moved,
+            missing=num_chunks - possible,
+            shortfall=max(0, wanted * size - room),
         )
 
-    def shrink(self, plan: ShrinkPlan) -> None:
-        """Withdraw the blocks of a plan that was made since the pool last changed.
+    def withdraw(self, chunks: Sequence[int]) -> int:
+        """Stop handing out the blocks of `chunks`, as a plan has them that was made
+        since the pool last changed, and set destinations aside for the live ones.
 
-        From here on nothing hands them out. Steps that are in flight may still
-        write to them, so their pages have to stay until those steps are done.
+        Returns:
+            Cached blocks that were evicted.
+
         """
-        for chunk in plan.chunks:
-            assert chunk in self._resident, f"chunk {chunk} is not resident"
-            assert self._cached_in(chunk) is not None, f"chunk {chunk} is in use"
-        for chunk in plan.chunks:
-            blocks = [self.blocks[block_id] for block_id in self._ids(chunk)]
-            self._notify_reuse(blocks)
-            for block in blocks:
-                self._maybe_evict_cached_block(block)
-                self.free_block_queue.remove(block)
-            self._resident.remove(chunk)
-            self.num_gpu_blocks -= len(blocks)
+        assert not self._leaving, "another shrink is under way"
+        assert self._resident.issuperset(chunks), f"some of the chunks {chunks} are not resident"
+        assert all(chunk >= self._base_chunks for chunk in chunks), f"some of the chunks {chunks} are of the base"
+        self._leaving = set(chunks)
+        blocks = [self.blocks[block_id] for chunk in chunks for block_id in self._ids(chunk)]
+        free = [block for block in blocks if not block.ref_cnt]
+        for block in free:
+            self.free_block_queue.remove(block)
+        self.num_gpu_blocks -= len(free)
+        self._destinations = self.free_block_queue.popleft_n(len(blocks) - len(free))
+        return self._evict(free) + self._evict(self._destinations)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether chunks are leaving."""
+        return bool(self._leaving)
+
+    def emptied(self) -> list[int]:
+        """Leaving chunks in which no block is live, lowest first."""
+        return sorted(chunk for chunk in self._leaving if not self._live_in(chunk))
+
+    def next_moves(self, at_most: int) -> list[Move]:
+        """Moves that empty leaving chunks, those with the fewest live blocks first;
+        at most so many, but at least one where there is one.
+        """
+        live = sorted(filter(None, map(self._live_in, self._leaving)), key=len)
+        sources = [block for blocks in live for block in blocks][: max(at_most, 1)]
+        return [
+            Move(source.block_id, destination.block_id)
+            for source, destination in zip(sources, reversed(self._destinations), strict=False)
+        ]
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Let live blocks trade ids with their destinations, after their contents were
+        copied. Whoever holds a block, or several the same one, keeps the object:
+        requests, prefix hashes and blocks that wait to be freed follow by themselves.
+        """
+        for source, destination in moves:
+            block, other = self.blocks[source], self._destinations.pop()
+            assert other.block_id == destination, f"block {destination} was not set aside"
+            assert block.ref_cnt, f"block {source} is not in use"
+            num_tokens = block.block_hash_num_tokens
+            hashes = self._remove_cached_block_hashes(block)
+            block.block_id, other.block_id = destination, source
+            self.blocks[destination], self.blocks[source] = block, other
+            for block_hash in hashes:
+                # The first one is the block's own; it alone has a number of tokens.
+                self._insert_block_hash(block_hash, block, num_tokens=num_tokens)
+            if self.metrics_collector and (metrics := self.metrics_collector.block_metrics.pop(source, None)):
+                self.metrics_collector.block_metrics[destination] = metrics
+        self.num_gpu_blocks -= len(moves)
+
+    def retire(self, chunks: Sequence[int]) -> None:
+        """Forget leaving chunks that were emptied; their pages are gone."""
+        for chunk in chunks:
+            assert not self._live_in(chunk), f"chunk {chunk} is in use"
+        self._leaving.difference_update(chunks)
+        self._resident.difference_update(chunks)
+
+    def restore(self) -> None:
+        """Publish again what is left of the leaving chunks."""
+        blocks = [self.blocks[block_id] for chunk in sorted(self._leaving) for block_id in self._ids(chunk)]
+        self.free_block_queue.prepend_n(self._destinations)
+        self._destinations = []
+        self._leaving = set()
+        self._publish([block for block in blocks if not block.ref_cnt])
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        """As upstream's, but blocks of leaving chunks do not come back."""
+        if not self._leaving:
+            return super().free_blocks(ordered_blocks)
+        ordered_blocks = list(ordered_blocks)
+        live = {block.block_id for block in ordered_blocks if block.ref_cnt and self._is_leaving(block)}
+        super().free_blocks(ordered_blocks)
+        gone = [self.blocks[block_id] for block_id in live if not self.blocks[block_id].ref_cnt]
+        for block in gone:
+            self.free_block_queue.remove(block)
+        self._evict(gone)
+        self.num_gpu_blocks -= len(gone)
+        # Their destinations are not needed any more.
+        spare = len(self._destinations) - len(gone)
+        self.free_block_queue.prepend_n(self._destinations[spare:])
+        del self._destinations[spare:]
 
     def check(self) -> None:
         """Check the pool's invariants. Takes time in proportion to the blocks.
@@ -124,14 +227,24 @@ class ElasticBlockPool(BlockPool):
         """
         queued = self.free_block_queue.get_all_free_blocks()
         ids = {block.block_id for block in queued}
-        resident = {block_id for chunk in self._resident for block_id in self._ids(chunk)}
+        spare = {block.block_id for block in self._destinations}
+        pages = {block_id for chunk in self._resident for block_id in self._ids(chunk)}
+        withdrawn = {
+            block_id for chunk in self._leaving for block_id in self._ids(chunk) if not self.blocks[block_id].ref_cnt
+        }
+        resident = pages - withdrawn
         assert len(ids) == len(queued) == self.get_num_free_blocks(), "a block is queued twice, or miscounted"
         assert len(resident) == self.num_gpu_blocks, "resident blocks are miscounted"
-        assert resident.issuperset(range(self.layout.base_blocks)), "a base block is not resident"
+        assert pages.issuperset(range(self.layout.base_blocks)), "a base block is not resident"
         assert ids <= resident, f"blocks without pages are in the free queue: {sorted(ids - resident)}"
+        assert self._leaving <= self._resident, "a chunk that is leaving is not resident"
+        assert spare.isdisjoint(ids), "a destination is in the free queue"
+        assert not any(map(self._is_leaving, self._destinations)), "a destination is leaving"
+        stranded = sum(len(self._live_in(chunk)) for chunk in self._leaving)
+        assert len(spare) == stranded, f"{len(spare)} destinations are set aside for {stranded} live blocks"
         for index, block in enumerate(self.blocks):
             assert block.block_id == index, f"block {block.block_id} is at index {index}"
-            if index not in resident:
+            if index not in resident or index in spare:
                 assert block.ref_cnt == 0, f"block {index} is in use without pages"
                 assert block.block_hash is None, f"block {index} is a cached prefix without pages"
             elif not block.is_null:
@@ -146,12 +259,27 @@ class ElasticBlockPool(BlockPool):
         size = self.layout.chunk_blocks
         return range(chunk * size, (chunk + 1) * size)
 
-    def _cached_in(self, chunk: int) -> int | None:
-        """Cached blocks in the chunk, or None if one of its blocks is live."""
-        cached = 0
-        for block_id in self._ids(chunk):
-            block = self.blocks[block_id]
-            if block.ref_cnt or block.is_null:
-                return None
-            cached += block.block_hash is not None
-        return cached
+    def _is_leaving(self, block: KVCacheBlock) -> bool:
+        return block.block_id // self.layout.chunk_blocks in self._leaving
+
+    def _live_in(self, chunk: int) -> list[KVCacheBlock]:
+        return [self.blocks[block_id] for block_id in self._ids(chunk) if self.blocks[block_id].ref_cnt]
+
+    def _publish(self, blocks: list[KVCacheBlock]) -> None:
+        self.free_block_queue.prepend_n(blocks)
+        self.num_gpu_blocks += len(blocks)
+
+    def _evict(self, blocks: Sequence[KVCacheBlock]) -> int:
+        """Take the prefixes of free blocks away. Returns how many blocks had one."""
+        return sum([self._maybe_evict_cached_block(block) for block in blocks])
+
+    def _evicted_by(self, victims: Sequence[int], moved: int) -> int:
+        """Cached blocks in `victims`, and among the destinations of `moved` blocks."""
+        leaving, destinations, evicted = set(victims), 0, 0
+        for block in self.free_block_queue.iter_blocks_after(None):
+            if block.block_id // self.layout.chunk_blocks in leaving:
+                evicted += block.block_hash is not None
+            elif destinations < moved:
+                destinations += 1
+                evicted += block.block_hash is not None
+        return evicted

@@ -3,30 +3,44 @@
 
 A resize is a transaction. It runs between steps, one at a time, as a generator
 that yields what it waits for. While it waits, the engine goes on stepping.
+
+The size that was asked for last is the allowed one. The cache is below it where
+memory was short, or where the policy lets it grow when blocks are needed; then a step
+that needs blocks makes it grow, before a cached prefix is evicted or a request
+preempted. It is above it where a request could not go on otherwise, though it was the
+only one, or where live blocks stopped a shrink; it comes back as soon as there is room.
 """
 
 import time
 from collections import Counter, deque
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 from vllm.v1.elastic_kv import worker_side
 from vllm.v1.elastic_kv.block_pool import ElasticBlockPool
 from vllm.v1.elastic_kv.resize import ResizeRequest, ResizeResult, explain
 from vllm.v1.elastic_kv.resizer import Resizer, call
 from vllm.v1.elastic_kv.stats import ElasticKVStats
-from vllm.v1.elastic_kv.transaction import Fence, Job, Transaction
+from vllm.v1.elastic_kv.transaction import Job, Timer, Transaction, Waitable
 from vllm.v1.elastic_kv.worker_side import RankState
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
 # Asking the ranks for what the system reports keeps them from computing: not more often than this.
 MEASURE_SECONDS = 1.0
+# After a change of size that was the controller's own idea failed: how long until the next try, at first and at most.
+RETRY_SECONDS = (1.0, 60.0)
+# Growth for a step is by this part of the cache at least.
+GROWTH_PART = 8
 
 
 class ElasticKVController:
@@ -47,18 +61,30 @@ class ElasticKVController:
         self._last: dict[str, Any] | None = None
         self._unreported: list[dict[str, Any]] = []
         self._fatal: Exception | None = None
-        self._measured(call(self._engine.model_executor, worker_side.measure).result())
+        call(engine.model_executor, worker_side.check).result()
+        self._measured(call(engine.model_executor, worker_side.measure).result())
         self._block_bytes = max(rank["resident_bytes"] for rank in self._ranks) // pool.num_gpu_blocks
-        self._resizer = Resizer(pool, engine.model_executor, self._block_bytes, lambda: Fence(engine), self._publish)
+        self._resizer = Resizer(engine, pool, self._block_bytes, self._publish)
+        assert self._config is not None
+        on_demand = self._config.policy == "on-demand"
+        self._allowed = pool.layout.capacity_blocks if on_demand else pool.num_gpu_blocks
+        self._retry_at = 0.0
+        self._retry_after = RETRY_SECONDS[0]
         # Tokens in a block, of a request that takes blocks from every cache group.
         self._block_tokens = engine.vllm_config.cache_config.block_size
         engine.scheduler.elastic_kv = self  # type: ignore[attr-defined]
+        engine.scheduler.kv_cache_manager.elastic_kv = self  # type: ignore[attr-defined]
         self._show()
 
     @property
     def pending(self) -> bool:
-        """Whether a transaction runs or waits for its turn."""
-        return bool(self._queue)
+        """Whether a transaction runs, or waits for its turn, or should."""
+        return bool(self._queue) or self._above_allowed()
+
+    @property
+    def holds_steps(self) -> bool:
+        """Whether no step may be scheduled now: a transaction waits for those in flight."""
+        return bool(self._queue) and self._queue[0].holds_steps
 
     def resize(self, fields: dict[str, Any]) -> "Future[dict[str, Any]]":
         """Queue a resize, and begin it if no other one runs.
@@ -82,16 +108,7 @@ class ElasticKVController:
         except ValueError as error:
             answer.set_result({"invalid": explain(error) if isinstance(error, ValidationError) else str(error)})
             return answer
-        now = self.pool.num_gpu_blocks
-        self._queue.append(
-            Job(
-                request=request,
-                answer=answer,
-                asked_at=time.monotonic(),
-                result=ResizeResult("done", before=now, after=now),
-                target=target // layout.chunk_blocks * layout.chunk_blocks,
-            )
-        )
+        self._queue.append(self._job(request, target // layout.chunk_blocks * layout.chunk_blocks, answer))
         self.poll()
         return answer
 
@@ -107,6 +124,9 @@ class ElasticKVController:
                 later call raises the same, so that the engine loop meets it too.
 
         """
+        if not self._queue and self._above_allowed():
+            request = ResizeRequest(blocks=self._allowed, allow_preemption=False)
+            self._queue.append(self._job(request, self._allowed, own=True))
         while self._queue:
             if self._fatal is not None:
                 raise self._fatal
@@ -124,8 +144,7 @@ class ElasticKVController:
         if job.run is None:
             job.run = self._run(job)
         elif job.waits_for is not None:
-            # Without a step in flight nothing would come to fetch the result: fetch it here.
-            if not wait and self._engine.batch_queue and not job.waits_for.done():
+            if not wait and not job.waits_for.done() and self._has_steps(job.waits_for):
                 return False
             value = job.waits_for.result()
         try:
@@ -134,6 +153,37 @@ class ElasticKVController:
             self._queue.popleft()
             self._finish(job, stop.value)
         return True
+
+    def make_room(self, request: "Request", num_blocks: int) -> None:
+        """Grow, if that is allowed and helps, for a request that needs `num_blocks` blocks
+        in the step that is being scheduled.
+
+        Raises:
+            Exception: The ranks could not be brought together again.
+
+        """
+        pool, layout = self.pool, self.pool.layout
+        lacking = num_blocks > pool.get_num_free_blocks()
+        if self._queue or (pool.num_gpu_blocks >= self._allowed and not lacking):
+            return
+        chunks = cdiv(num_blocks - pool.free_and_useless(num_blocks), layout.chunk_blocks)
+        spare = (self._allowed - pool.num_gpu_blocks) // layout.chunk_blocks
+        running = self._engine.scheduler.running  # type: ignore[attr-defined]
+        if spare > 0:
+            # Some more than it takes now, so that a request that goes on growing does not do so for every block.
+            chunks = min(max(chunks, pool.num_gpu_blocks // layout.chunk_blocks // GROWTH_PART), spare) if chunks else 0
+        elif lacking and all(other is request for other in running):
+            # It is the only one, so nothing will come free: without growth it would wait for ever.
+            chunks = cdiv(num_blocks - pool.get_num_free_blocks(), layout.chunk_blocks)
+        else:
+            return
+        missing = pool.missing_chunks()[:chunks]
+        if not missing or time.monotonic() < self._retry_at:
+            return
+        target = pool.num_gpu_blocks + len(missing) * layout.chunk_blocks
+        job = self._job(ResizeRequest(blocks=target), target, own=True)
+        self._resizer.grow_now(job, missing)
+        self._finish(job, job.result)
 
     def state(self) -> dict[str, Any]:
         """The state as `GET /elastic_kv` gives it."""
@@ -151,6 +201,7 @@ class ElasticKVController:
                 "base": layout.base_blocks,
                 "resident": self.pool.num_gpu_blocks,
                 "capacity": layout.capacity_blocks,
+                "allowed": self._allowed,
                 "used": counts.used,
                 "cached": counts.cached,
                 "free": counts.free,
@@ -188,13 +239,33 @@ class ElasticKVController:
         change = (job.target - self.pool.num_gpu_blocks) // self.pool.layout.chunk_blocks
         if job.request.dry_run:
             return (yield from self._resizer.foresee(job, change))
+        self._allowed = job.target
         if change > 0:
             result = yield from self._resizer.grow(job, self.pool.missing_chunks()[:change])
         else:
             result = yield from self._resizer.shrink(job, -change)
-        self._measured((yield call(self._engine.model_executor, worker_side.measure)))
-        job.result.pause_ms += max(report["elapsed_ms"] for report in self._ranks)
+        self._measured((yield from self._resizer.settle(job)))
         return result
+
+    def _job(
+        self, request: ResizeRequest, target: int, answer: "Future[dict[str, Any]] | None" = None, own: bool = False
+    ) -> Job:
+        now = self.pool.num_gpu_blocks
+        result = ResizeResult("done", before=now, after=now)
+        return Job(request, answer or Future(), time.monotonic(), result, target, own)
+
+    def _above_allowed(self) -> bool:
+        """Whether there are more blocks than allowed, and could be less."""
+        above = self.pool.num_gpu_blocks - self._allowed
+        return 0 < above <= self.pool.get_num_free_blocks() and time.monotonic() >= self._retry_at
+
+    def _has_steps(self, waits_for: Waitable) -> bool:
+        """Whether the engine has steps to do while a transaction waits. Without a step in
+        flight nothing but the transaction itself would fetch the result of a call.
+        """
+        if self._engine.batch_queue:
+            return True
+        return isinstance(waits_for, Timer) and self._engine.scheduler.has_requests()
 
     def _publish(self, job: Job) -> None:
         """Make every number that upstream derives from the number of blocks follow it."""
@@ -214,6 +285,8 @@ class ElasticKVController:
     def _finish(self, job: Job, result: ResizeResult) -> None:
         result.duration_ms = (time.monotonic() - job.asked_at) * 1000
         answer = result.to_dict()
+        if job.own:
+            self._back_off(result.outcome != "done")
         if not job.request.dry_run:
             outcome = "failed" if job.rank_failed else result.outcome
             self._outcomes[outcome] += 1
@@ -223,7 +296,8 @@ class ElasticKVController:
                 self._unreported.append(answer | {"outcome": outcome, "direction": direction})
             cache_config = self._engine.vllm_config.cache_config
             logger.info(
-                "Elastic KV cache: resize from %d to %d blocks %s in %.1f ms (pause %.1f ms, %d blocks evicted)%s. "
+                "Elastic KV cache: resize from %d to %d blocks %s in %.1f ms (pause %.1f ms; blocks evicted: %d, "
+                "moved: %d; requests preempted: %d)%s. "
                 "KV cache size: %s tokens, maximum concurrency: %.2fx",
                 result.before,
                 result.after,
@@ -231,12 +305,21 @@ class ElasticKVController:
                 result.duration_ms,
                 result.pause_ms,
                 result.evicted,
+                result.moved,
+                result.preempted,
                 f": {result.reason}" if result.reason else "",
                 f"{cache_config.kv_cache_size_tokens:,}",
                 cache_config.kv_cache_max_concurrency,
             )
         job.answer.set_result(answer)
         self._show()
+
+    def _back_off(self, failed: bool) -> None:
+        """After a change of size that nobody asked for."""
+        first, longest = RETRY_SECONDS
+        if failed:
+            self._retry_at = time.monotonic() + self._retry_after
+        self._retry_after = min(2 * self._retry_after, longest) if failed else first
 
     def _show(self) -> None:
         """Bring the front end's metrics up to date, which an idle engine does not do."""

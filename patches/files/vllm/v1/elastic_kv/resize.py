@@ -47,8 +47,9 @@ class ResizeRequest(BaseModel):
     """Tell what would happen, and do nothing."""
 
     allow_preemption: StrictBool = True
-    """Whether running requests may be preempted to get there. No resize of this
-    release preempts; a shrink stops at blocks that are in use."""
+    """Whether running requests may be preempted to get there. They wait, and go on
+    later with the tokens they have. Without it, a shrink stops where the blocks that
+    requests use have no more room."""
 
     timeout_s: Annotated[StrictFloat, Field(gt=0, le=3600, allow_inf_nan=False)] = 60.0
     """Seconds after which the resize stops where it is."""
@@ -97,13 +98,16 @@ class ResizeRequest(BaseModel):
 
 @dataclass
 class ResizeResult:
-    """How a resize went. Sizes are blocks; durations are milliseconds."""
+    """How a resize went, or would go. Sizes are blocks, `moved_bytes` are bytes on each
+    rank, `preempted` are requests, and durations are milliseconds.
+    """
 
     outcome: Outcome
     before: int
     after: int
     evicted: int = 0
     moved: int = 0
+    moved_bytes: int = 0
     preempted: int = 0
     duration_ms: float = 0.0
     pause_ms: float = 0.0

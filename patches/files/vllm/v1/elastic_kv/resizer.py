@@ -1,142 +1,243 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the cache grows and shrinks: the steps of a transaction, over all ranks.
 
-- Grow: attach on all ranks; if one fails, detach on the others; publish the blocks.
-- Shrink: withdraw the blocks; wait for the steps that were in flight, since they may
-  still touch them; detach on all ranks; if one fails, attach again and publish.
+- Grow: make pages on all ranks, in the background; attach them on all ranks; if a rank
+  fails, take back what the others did; publish the blocks.
+- Shrink: withdraw the blocks; move the live ones, with no step in flight; wait for the
+  steps that were in flight, since they may still touch the chunks; detach on all ranks;
+  if a rank fails, attach again and publish.
+
+Between the slices of a transaction the engine steps.
 """
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm import envs
-from vllm.v1.elastic_kv import worker_side
-from vllm.v1.elastic_kv.block_pool import ElasticBlockPool
+from vllm.v1.elastic_kv import preemption, worker_side
+from vllm.v1.elastic_kv.block_pool import ElasticBlockPool, ShrinkPlan
 from vllm.v1.elastic_kv.resize import Outcome
-from vllm.v1.elastic_kv.transaction import Job, Pause, Transaction, Waitable
-from vllm.v1.elastic_kv.worker_side import ProbeReport, RankReport
+from vllm.v1.elastic_kv.transaction import Fence, Job, Pause, Timer, Transaction, Waitable
+from vllm.v1.elastic_kv.worker_side import ProbeReport, RankReport, RankState
 
 if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
 T = TypeVar("T")
-WorkerCall = Callable[[Any, Sequence[int]], RankReport]
+WorkerCall = Callable[[Any, Sequence[Any]], RankReport]
 
-# A resize is cut into slices, between which the engine steps. Each slice shall hold it up for about
-# this long; how many bytes that is, the slices before it tell.
+# Each slice shall hold the engine up for about this long; how many bytes that is, the slices
+# before it tell.
 SLICE_MS = 50.0
 FIRST_SLICE_BYTES = 64 << 20
+# Pages that are made at a time while the cache grows.
+PREPARE_BYTES = 256 << 20
+# Between looks at work that goes on in the background: at first, and at most.
+LOOK_SECONDS = (0.002, 0.05)
+# How long a shrink waits for its memory to be given back, in the background, before it answers.
+SETTLE_SECONDS = 10.0
 
 
 class RanksDisagreeError(RuntimeError):
-    """Ranks have different chunks attached, and could not be brought together again."""
+    """Ranks have different chunks attached, or different contents in them, and could
+    not be brought together again.
+    """
 
 
 class Resizer:
     """Changes which chunks are attached on all ranks and published in the pool."""
 
     def __init__(
-        self,
-        pool: ElasticBlockPool,
-        executor: "Executor",
-        block_bytes: int,
-        fence: Callable[[], Waitable],
-        publish: Callable[[Job], None],
+        self, engine: "EngineCore", pool: ElasticBlockPool, block_bytes: int, publish: Callable[[Job], None]
     ) -> None:
         """
         Args:
+            engine: Whose steps use the blocks, and whose executor reaches the workers.
             pool: Where blocks are published and withdrawn.
-            executor: Reaches the workers.
             block_bytes: Bytes of a block on the rank where it takes most.
-            fence: Makes what is done once the steps in flight are processed.
             publish: Called when the pool has another size.
 
         """
+        self._engine = engine
+        self._executor = engine.model_executor
         self._pool = pool
-        self._executor = executor
         self._block_bytes = block_bytes
-        self._fence = fence
+        self._chunk_bytes = block_bytes * pool.layout.chunk_blocks
         self._publish = publish
-        pace = FIRST_SLICE_BYTES / (block_bytes * pool.layout.chunk_blocks) / SLICE_MS
-        self._chunks_per_ms: dict[WorkerCall, float] = {worker_side.attach: pace, worker_side.detach: pace}
+        # How much fits into a millisecond: chunks for attach and detach, blocks for move.
+        self._pace: dict[WorkerCall, float] = {
+            worker_side.attach: FIRST_SLICE_BYTES / self._chunk_bytes / SLICE_MS,
+            worker_side.detach: FIRST_SLICE_BYTES / self._chunk_bytes / SLICE_MS,
+            worker_side.move: FIRST_SLICE_BYTES / block_bytes / SLICE_MS,
+        }
 
     def foresee(self, job: Job, change: int) -> Transaction:
         """Tell what a change by so many chunks would come to, and do nothing."""
         chunk_blocks = self._pool.layout.chunk_blocks
+        result = job.result
         if change <= 0:
             plan = self._pool.plan_shrink(-change)
-            job.result.evicted = plan.evicted
-            job.result.after -= len(plan.chunks) * chunk_blocks
-            return job.end(*_outcome_of_shrink(len(plan.chunks), plan.missing))
+            victims = self._victims(job, plan)
+            result.evicted, result.moved, result.preempted = plan.evicted, plan.moved, len(victims)
+            result.moved_bytes = plan.moved * self._block_bytes
+            missing = 0 if victims else plan.missing
+            result.after += (change + missing) * chunk_blocks
+            return job.end(*_outcome_of_shrink(-change - missing, missing))
         probes: list[ProbeReport] = yield call(self._executor, worker_side.probe, self._pool.layout.driver)
         available = min(probe["available_bytes"] for probe in probes) // self._pool.layout.ranks_sharing
-        fits = min(change, available // (self._block_bytes * chunk_blocks))
-        job.result.after += fits * chunk_blocks
+        fits = min(change, available // self._chunk_bytes)
+        result.after += fits * chunk_blocks
         if fits == change:
             return job.end("done")
         return job.end("partial" if fits else "refused", f"{available} bytes are available to each rank")
 
     def grow(self, job: Job, chunks: Sequence[int]) -> Transaction:
         """Attach `chunks` and publish their blocks, slice by slice."""
-        for first, part in self._slices(worker_side.attach, chunks):
-            error = f"not done within {job.request.timeout_s:g} s" if job.overdue else None
+        size = max(1, PREPARE_BYTES // self._chunk_bytes)
+        for first in range(0, len(chunks), size):
+            part = chunks[first : first + size]
+            error = yield from self._prepare(job, part)
             error = error or (yield from self._on_all_ranks(job, worker_side.attach, worker_side.detach, part))
             if error:
+                yield call(self._executor, worker_side.discard)
                 return job.end("partial" if first else "refused", error)
             with Pause(job):
                 self._pool.grow(part)
                 self._publish(job)
         return job.end("done")
 
+    def grow_now(self, job: Job, chunks: Sequence[int]) -> bool:
+        """Attach `chunks` and publish their blocks at once, for a step that is being
+        scheduled. Returns whether it could be done.
+        """
+        error = _at_once(self._on_all_ranks(job, worker_side.attach, worker_side.detach, chunks))
+        job.end("refused" if error else "done", error)
+        if not error:
+            self._pool.grow(chunks)
+            self._publish(job)
+        return not error
+
     def shrink(self, job: Job, num_chunks: int) -> Transaction:
-        """Withdraw the blocks of up to `num_chunks` chunks, and detach them."""
+        """Withdraw up to `num_chunks` chunks, empty and detach them."""
         with Pause(job):
             plan = self._pool.plan_shrink(num_chunks)
-            self._pool.shrink(plan)
+        if self._victims(job, plan):
+            yield from self._drain(job)
+            with Pause(job):
+                # Requests may have ended meanwhile, or come to need more.
+                victims = self._victims(job, self._pool.plan_shrink(num_chunks))
+                preemption.preempt(self._engine.scheduler, victims)
+                job.result.preempted = len(victims)
+                plan = self._pool.plan_shrink(num_chunks)
+        with Pause(job):
+            job.result.evicted = self._pool.withdraw(plan.chunks)
             self._publish(job)
-            job.result.evicted = plan.evicted
-        yield self._fence()
-        # From here on the pages go, even if the caller's time is up: nothing uses them any more.
-        for first, part in self._slices(worker_side.detach, plan.chunks):
+        job.holds_steps = False
+        gone, error = 0, None
+        while self._pool.leaving and not error:
+            if empty := self._pool.emptied():
+                done, error = yield from self._detach(job, empty)
+                gone += done
+            elif job.overdue:
+                error = f"not done within {job.request.timeout_s:g} s"
+            else:
+                error = yield from self._move(job)
+        if error:
+            self._pool.restore()
+        self._publish(job)
+        if error:
+            return job.end("partial" if gone else "refused", error)
+        return job.end(*_outcome_of_shrink(gone, plan.missing))
+
+    def settle(self, job: Job) -> Generator[Waitable, Any, list[RankState]]:
+        """Wait for the ranks to have given memory back, and see what they hold."""
+        end = time.monotonic() + SETTLE_SECONDS
+        yield from self._background(lambda: time.monotonic() > end)
+        return (yield call(self._executor, worker_side.measure))
+
+    def _victims(self, job: Job, plan: ShrinkPlan) -> list[Any]:
+        if not plan.shortfall or not job.request.allow_preemption:
+            return []
+        return preemption.choose(self._engine.scheduler, plan.shortfall)
+
+    def _drain(self, job: Job) -> Generator[Waitable, Any, None]:
+        """Let the steps in flight end, and none begin until `holds_steps` is reset."""
+        job.holds_steps = True
+        yield Fence(self._engine)
+
+    def _detach(self, job: Job, chunks: Sequence[int]) -> Generator[Waitable, Any, tuple[int, str | None]]:
+        """Detach chunks that were emptied. Returns how many, and why not all of them."""
+        # From here on their pages go, even if the caller's time is up: nothing uses them any more.
+        yield Fence(self._engine)
+        for first, part in self._slices(worker_side.detach, chunks):
             error = yield from self._on_all_ranks(job, worker_side.detach, worker_side.attach, part)
             if error:
-                self._pool.grow(plan.chunks[first:])
+                return first, error
+            self._pool.retire(part)
+        return len(chunks), None
+
+    def _move(self, job: Job) -> Generator[Waitable, Any, str | None]:
+        """Move a slice of live blocks out of leaving chunks. Returns why it could not be done."""
+        yield from self._drain(job)
+        moves = self._pool.next_moves(int(self._pace[worker_side.move] * SLICE_MS))
+        error = None
+        if moves:  # the requests may have ended meanwhile
+            # At once: an abort that is processed meanwhile would free blocks that are being moved.
+            error = _at_once(self._on_all_ranks(job, worker_side.move, worker_side.unmove, moves))
+        if not error:
+            with Pause(job):
+                self._pool.move(moves)
                 self._publish(job)
-                return job.end("partial" if first else "refused", error)
-        return job.end(*_outcome_of_shrink(len(plan.chunks), plan.missing))
+                job.result.moved += len(moves)
+                job.result.moved_bytes += len(moves) * self._block_bytes
+        job.holds_steps = False
+        return error
+
+    def _prepare(self, job: Job, chunks: Sequence[int]) -> Generator[Waitable, Any, str | None]:
+        """Make pages for `chunks` on all ranks, while the engine goes on."""
+        reports: list[RankReport] = yield call(self._executor, worker_side.prepare, chunks)
+        job.result.pause_ms += max(report["elapsed_ms"] for report in reports)
+        if reason := _reason(reports):
+            job.rank_failed = True
+            return reason
+        yield from self._background(lambda: job.overdue)
+        return f"not done within {job.request.timeout_s:g} s" if job.overdue else None
+
+    def _background(self, give_up: Callable[[], bool]) -> Generator[Waitable, Any, None]:
+        """Wait for what the ranks do in the background."""
+        wait = LOOK_SECONDS[0]
+        while not give_up() and any((yield call(self._executor, worker_side.busy))):
+            yield Timer(wait)
+            wait = min(2 * wait, LOOK_SECONDS[1])
 
     def _slices(self, do: WorkerCall, chunks: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
         first = 0
         while first < len(chunks):
-            size = max(1, int(self._chunks_per_ms[do] * SLICE_MS))
+            size = max(1, int(self._pace[do] * SLICE_MS))
             yield first, chunks[first : first + size]
             first += size
 
     def _on_all_ranks(
-        self,
-        job: Job,
-        do: WorkerCall,
-        undo: WorkerCall,
-        chunks: Sequence[int],
+        self, job: Job, do: WorkerCall, undo: WorkerCall, what: Sequence[Any]
     ) -> Generator[Waitable, Any, str | None]:
-        """Do something to `chunks` on every rank, or on none. Returns why it was none."""
-        reports: list[RankReport] = yield call(self._executor, do, chunks)
+        """Do something on every rank, or on none. Returns why it was none."""
+        reports: list[RankReport] = yield call(self._executor, do, what)
         elapsed_ms = max(report["elapsed_ms"] for report in reports)
         job.result.pause_ms += elapsed_ms
-        failed = [f"rank {report['rank']}: {report['error']}" for report in reports if report["error"]]
-        if not failed:
-            pace = len(chunks) / max(elapsed_ms, 0.001)
-            self._chunks_per_ms[do] = min(4 * self._chunks_per_ms[do], pace)
+        reason = _reason(reports)
+        if not reason:
+            pace = len(what) / max(elapsed_ms, 0.001)
+            self._pace[do] = min(4 * self._pace[do], pace)
             return None
-        reason = "; ".join(failed)
         job.rank_failed = True
         done = [report["rank"] for report in reports if not report["error"]]
         if done:
-            reports = yield call(self._executor, worker_side.on_ranks, undo, done, chunks)
-            still = [f"rank {report['rank']}: {report['error']}" for report in reports if report["error"]]
-            if still:
-                raise RanksDisagreeError(f"{reason}; and it could not be undone on {'; '.join(still)}")
+            reports = yield call(self._executor, worker_side.on_ranks, undo, done, what)
+            if still := _reason(reports):
+                raise RanksDisagreeError(f"{reason}; and it could not be undone on {still}")
         return reason
 
 
@@ -147,8 +248,23 @@ def call(executor: "Executor", function: Callable[..., T], *arguments: Any) -> "
     )
 
 
+def _at_once(steps: Generator[Waitable, Any, T]) -> T:
+    """Carry steps out without letting the engine do anything in between."""
+    value: Any = None
+    while True:
+        try:
+            value = steps.send(value).result()
+        except StopIteration as stop:
+            return stop.value
+
+
+def _reason(reports: Sequence[RankReport]) -> str:
+    """Which ranks failed, and why; empty if none did."""
+    return "; ".join(f"rank {report['rank']}: {report['error']}" for report in reports if report["error"])
+
+
 def _outcome_of_shrink(taken: int, missing: int) -> tuple[Outcome, str | None]:
     if not missing:
         return "done", None
-    reason = f"{missing} chunks hold blocks that requests are using"
+    reason = f"live blocks need the room of {missing} more chunks"
     return ("partial" if taken else "refused"), reason

@@ -37,6 +37,19 @@ class Fence:
             step.result()
 
 
+class Timer:
+    """Done after some time, in which the engine goes on."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def done(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def result(self) -> None:
+        time.sleep(max(0.0, self._end - time.monotonic()))
+
+
 Transaction = Generator[Waitable, Any, ResizeResult]
 
 
@@ -48,10 +61,14 @@ class Job:
     answer: "Future[dict[str, Any]]"
     asked_at: float
     result: ResizeResult
-    target: int = 0
+    target: int
+    # The controller's own idea: nobody waits for the answer.
+    own: bool = False
     run: Transaction | None = None
     waits_for: Waitable | None = None
     rank_failed: bool = False
+    # While set, no new step is scheduled: those in flight come to their end.
+    holds_steps: bool = False
 
     @property
     def overdue(self) -> bool:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from vllm.logger import init_logger
 from vllm.v1.elastic_kv.arena import KVArena
 from vllm.v1.elastic_kv.layout import segments_of
+from vllm.v1.elastic_kv.moves import check_runner, copy_blocks, repoint
 from vllm.v1.elastic_kv.page_driver import PageDriverError, make_driver, node_name
 
 if TYPE_CHECKING:
     import torch
+    from vllm.v1.elastic_kv.block_pool import Move
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger(__name__)
@@ -109,12 +111,51 @@ def detach(worker: Any, chunks: Sequence[int]) -> RankReport:
     return _report(worker, lambda arena: arena.detach(chunks))
 
 
+def prepare(worker: Any, chunks: Sequence[int]) -> RankReport:
+    """Begin to make pages for `chunks` on this rank, in the background."""
+    return _report(worker, lambda arena: arena.prepare(chunks))
+
+
+def discard(worker: Any) -> None:
+    """Give pages back that were made and not attached."""
+    _arena(worker).discard_prepared()
+
+
+def busy(worker: Any) -> bool:
+    """Whether pages are being made, or given back."""
+    return _arena(worker).busy
+
+
+def move(worker: Any, moves: Sequence["Move"]) -> RankReport:
+    """Copy blocks on this rank, and let its block tables name the copies. Called with
+    no step in flight.
+    """
+    sources, destinations = zip(*moves, strict=True)
+
+    def do(arena: KVArena) -> None:
+        copy_blocks(arena, sources, destinations)
+        _repoint(worker, sources, destinations)
+
+    return _report(worker, do)
+
+
+def unmove(worker: Any, moves: Sequence["Move"]) -> RankReport:
+    """Let the block tables name the blocks again that `move` copied; they are as they were."""
+    sources, destinations = zip(*moves, strict=True)
+    return _report(worker, lambda _: _repoint(worker, destinations, sources))
+
+
+def check(worker: Any) -> None:
+    """Raise TypeError where blocks could not be moved, because this rank's model runner is not a known one."""
+    check_runner(worker.model_runner)
+
+
 def on_ranks(
-    worker: Any, function: Callable[[Any, Sequence[int]], RankReport], ranks: Sequence[int], chunks: Sequence[int]
+    worker: Any, function: Callable[[Any, Sequence[Any]], RankReport], ranks: Sequence[int], what: Sequence[Any]
 ) -> RankReport:
     """Call `function` if this rank is one of `ranks`."""
     if worker.rank in ranks:
-        return function(worker, chunks)
+        return function(worker, what)
     return RankReport(rank=worker.rank, error=None, elapsed_ms=0.0)
 
 
@@ -140,6 +181,11 @@ def _report(worker: Any, call: Callable[[KVArena], None]) -> RankReport:
     except PageDriverError as failure:
         error = "; ".join([str(failure), *getattr(failure, "__notes__", [])])
     return RankReport(rank=worker.rank, error=error, elapsed_ms=(time.perf_counter() - start) * 1000)
+
+
+def _repoint(worker: Any, old: Sequence[int], new: Sequence[int]) -> None:
+    layout = worker.model_runner.kv_cache_config.elastic_kv
+    repoint(worker.model_runner, dict(zip(old, new, strict=True)), layout.capacity_blocks)
 
 
 def _arena(worker: Any) -> KVArena:
