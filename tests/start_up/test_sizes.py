@@ -1,15 +1,15 @@
 """Sizes at start-up: what `make_elastic` makes of a config, a model and what the devices offer."""
 
-import copy
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import CacheConfig, DeviceConfig, VllmConfig
 from vllm.config.elastic_kv import ElasticKVConfig
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.elastic_kv import worker_side
 from vllm.v1.elastic_kv.start_up import make_elastic
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 GIB = 1 << 30
@@ -18,21 +18,13 @@ BLOCK = 16 * 2 * 4 * 64 * 4  # bytes a layer: tokens, K and V, heads, head size,
 PER_BLOCK = LAYERS * BLOCK
 
 
-class Config:
-    """The part of VllmConfig that sizing reads."""
-
-    def __init__(self, elastic, layout=KVCacheLayout.LBHNC):
-        self.elastic_kv_config = elastic
-        self.attention_config = type("", (), {"hisparse_config": None})()
-        self.cache_config = type(
-            "",
-            (),
-            {
-                "num_gpu_blocks_override": None,
-                "prefix_cache_retention_interval": None,
-                "get_resolved_kv_cache_layout": lambda self: layout,
-            },
-        )()
+def make_config(elastic, max_model_len=16 * 10):
+    """A configuration for sizing: that of a small model, which has no part in it."""
+    config = VllmConfig(device_config=DeviceConfig("cpu"), cache_config=CacheConfig(block_size=16))
+    config.cache_config.kv_cache_layout = KVCacheLayout.LBHNC.name
+    config.model_config = SimpleNamespace(max_model_len=max_model_len, original_max_model_len=max_model_len)
+    config.elastic_kv_config = elastic
+    return config
 
 
 class Executor:
@@ -59,26 +51,25 @@ class Executor:
         return future
 
 
-def upstream(blocks, spec=None, layout=KVCacheLayout.LBHNC):
-    """What upstream would allocate for one rank: `blocks` blocks over four layers."""
+def layers(spec=None):
+    """Four layers of one kind, as a worker reports them."""
     spec = spec or FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=64, dtype=torch.float32)
-    group = KVCacheGroupSpec([f"layer.{number}" for number in range(LAYERS)], spec)
-    per_block = LAYERS * spec.page_size_bytes
-    return get_kv_cache_config_from_groups(Config(None, layout), [group], per_block * blocks)
+    return {f"layer.{number}": spec for number in range(LAYERS)}
 
 
-def sizes(elastic, blocks=100, executor=None, ranks=1):
+def sizes(elastic, blocks=100, executor=None, ranks=1, **options):
     executor = executor or Executor(ranks=ranks)
-    configs = [copy.deepcopy(upstream(blocks)) for _ in executor.probes]
-    made = make_elastic(Config(ElasticKVConfig(**elastic)), executor, configs)
-    assert len(made) == len(configs)
+    specs = [layers() for _ in executor.probes]
+    config = make_config(ElasticKVConfig(**elastic), **options)
+    made = make_elastic(config, executor, specs, [blocks * PER_BLOCK] * len(specs))
+    assert len(made) == len(specs)
     layout = made[0].elastic_kv
     assert all(config.elastic_kv == layout for config in made)
     for config in made:
         assert config.num_blocks == layout.start_blocks
         assert config.num_blocks_of(config.kv_cache_tensors[0]) == layout.capacity_blocks
         assert config.kv_cache_tensors[0].size == layout.capacity_blocks * PER_BLOCK
-        assert config.kv_cache_groups == configs[0].kv_cache_groups
+        assert [group.layer_names for group in config.kv_cache_groups] == [list(specs[0])]
     return layout
 
 
@@ -133,8 +124,8 @@ def test_chunks_are_larger_where_mappings_are_few():
     [
         ({"capacity": "17GiB"}, f"capacity ({17 * GIB} bytes on each of 1 ranks"),
         ({"capacity": "100TiB"}, f"the device of rank 0 has ({16 * GIB} bytes)"),
-        ({"capacity": 99 * PER_BLOCK}, "is less than the cache starts with (100 blocks)"),
-        ({"capacity": 1}, "is less than the cache starts with (100 blocks)"),
+        ({"capacity": 99 * PER_BLOCK}, f"is less than the cache starts with ({100 * PER_BLOCK} bytes)"),
+        ({"capacity": 1}, f"is less than the cache starts with ({100 * PER_BLOCK} bytes)"),
         ({"base": 101 * PER_BLOCK}, "base"),
     ],
 )
@@ -149,7 +140,20 @@ def test_two_ranks_cannot_both_have_most_of_a_host():
         sizes({"capacity": "9GiB"}, ranks=2)
 
 
+def test_a_start_that_is_smaller_than_the_longest_request():
+    """vLLM #20256: what is idle needs no cache. The capacity has to have room, or upstream refuses."""
+    layout = sizes({"capacity": 20 * PER_BLOCK}, blocks=1)
+    assert (layout.base_blocks, layout.start_blocks, layout.capacity_blocks) == (1, 1, 20)
+    with pytest.raises(ValueError, match="max seq len"):
+        sizes({"capacity": 5 * PER_BLOCK}, blocks=1)
+
+
+def test_a_capacity_without_one_chunk():
+    with pytest.raises(ValueError, match="less than one chunk of 64 blocks"):
+        sizes({"capacity": 50 * PER_BLOCK}, blocks=20, executor=Executor(granule=2 << 20))
+
+
 def test_state_space_layers_are_refused_by_name():
     spec = MambaSpec(block_size=16, shapes=((4, 64),), dtypes=(torch.float32,))
     with pytest.raises(ValueError, match=r"state-space \(Mamba\) layers"):
-        make_elastic(Config(ElasticKVConfig()), Executor(), [upstream(100, spec)])
+        make_elastic(make_config(ElasticKVConfig()), Executor(), [layers(spec)], [1 << 20])

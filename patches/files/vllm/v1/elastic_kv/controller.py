@@ -223,12 +223,15 @@ class ElasticKVController:
     def take_stats(self) -> ElasticKVStats:
         """What the metrics show; hands out each ended resize once."""
         resizes, self._unreported = self._unreported, []
+        cache_config = self._engine.vllm_config.cache_config
         return ElasticKVStats(
             resident_blocks=self.pool.num_gpu_blocks,
             capacity_blocks=self.pool.layout.capacity_blocks,
             base_blocks=self.pool.layout.base_blocks,
             block_bytes=self._block_bytes,
             reported_bytes=max(rank["reported_bytes"] for rank in self._ranks),
+            size_tokens=cache_config.kv_cache_size_tokens,
+            max_concurrency=cache_config.kv_cache_max_concurrency,
             resizes=resizes,
         )
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics of an elastic cache; all names start with `vllm:elastic_kv_`."""
 
+import os
 from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.v1.elastic_kv.stats import ElasticKVStats
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import CacheConfig, VllmConfig
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 
@@ -25,6 +26,7 @@ class ElasticKVProm:
         histogram_cls: type[Histogram],
     ) -> None:
         self._labelvalues = per_engine_labelvalues
+        self._info: tuple[Gauge, CacheConfig] | None = None
         if vllm_config.elastic_kv_config is None:
             return
         self._gauges = {
@@ -44,9 +46,14 @@ class ElasticKVProm:
             "Resizes of the KV cache that ended, by direction and outcome.",
             labelnames=[*labelnames, "direction", "outcome"],
         )
-        self._evicted = counter_cls(
-            "vllm:elastic_kv_evicted_blocks", "Cached KV cache blocks that a shrink evicted.", labelnames=labelnames
-        )
+        self._costs = {
+            field: counter_cls(f"vllm:elastic_kv_{name}", documentation, labelnames=labelnames)
+            for field, name, documentation in (
+                ("evicted", "evicted_blocks", "Cached KV cache blocks that a shrink evicted."),
+                ("moved", "moved_blocks", "KV cache blocks in use that a shrink moved."),
+                ("preempted", "preempted_requests", "Requests that a shrink preempted."),
+            )
+        }
         self._duration = histogram_cls(
             "vllm:elastic_kv_resize_seconds",
             "Time from the request for a resize to its end.",
@@ -59,6 +66,16 @@ class ElasticKVProm:
             labelnames=labelnames,
             buckets=_SECONDS,
         )
+
+    def follow(self, info: Gauge, cache_config: "CacheConfig") -> None:
+        """Keep upstream's `vllm:cache_config_info` true after a resize.
+
+        Args:
+            info: The gauge, which has the fields of `cache_config` as labels.
+            cache_config: The front end's copy, which is updated as well.
+
+        """
+        self._info = info, cache_config
 
     def observe(self, stats: ElasticKVStats, engine_idx: int = 0) -> None:
         labels = self._labelvalues[engine_idx]
@@ -73,6 +90,28 @@ class ElasticKVProm:
             self._gauges[name].labels(*labels).set(value)
         for resize in stats.resizes:
             self._resizes.labels(*labels, resize["direction"], resize["outcome"]).inc()
-            self._evicted.labels(*labels).inc(resize["evicted"])
+            for field, counter in self._costs.items():
+                counter.labels(*labels).inc(resize[field])
             self._duration.labels(*labels).observe(resize["duration_ms"] / 1000)
             self._pause.labels(*labels).observe(resize["pause_ms"] / 1000)
+        self._update_info(stats, engine_idx)
+
+    def _update_info(self, stats: ElasticKVStats, engine_idx: int) -> None:
+        if self._info is None:
+            return
+        info, cache_config = self._info
+        sizes = {
+            "num_gpu_blocks": stats.resident_blocks,
+            "kv_cache_size_tokens": stats.size_tokens,
+            "kv_cache_max_concurrency": stats.max_concurrency,
+        }
+        if all(getattr(cache_config, name) == value for name, value in sizes.items()):
+            return
+        old = cache_config.metrics_info() | {"engine": str(engine_idx)}
+        for name, value in sizes.items():
+            setattr(cache_config, name, value)
+        info.labels(**old).set(0)
+        # prometheus_client cannot take labels away where several processes share a metric, nor can Ray.
+        if type(info) is Gauge and "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+            info.remove(*old.values())
+        info.labels(**cache_config.metrics_info(), engine=str(engine_idx)).set(1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv, round_down, round_up
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_configs
 from vllm.v1.elastic_kv import worker_side
 from vllm.v1.elastic_kv.layout import ElasticKVLayout, chunk_blocks_of, segments_of
 from vllm.v1.elastic_kv.resizer import call
@@ -18,20 +18,26 @@ if TYPE_CHECKING:
     from vllm.config.elastic_kv import ElasticKVConfig
     from vllm.v1.elastic_kv.worker_side import ProbeReport
     from vllm.v1.executor import Executor
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 logger = init_logger(__name__)
 
 
 def make_elastic(
-    vllm_config: "VllmConfig", executor: "Executor", kv_cache_configs: Sequence["KVCacheConfig"]
+    vllm_config: "VllmConfig",
+    executor: "Executor",
+    kv_cache_specs: Sequence[dict[str, "KVCacheSpec"]],
+    available_memory: Sequence[int],
 ) -> list["KVCacheConfig"]:
-    """Lay the cache out for its capacity, with as many blocks resident as upstream chose.
+    """Lay the cache out for its capacity, with as many blocks resident as upstream would have.
+
+    A request of the maximum length has to fit into the capacity; the cache grows when one comes.
 
     Args:
         vllm_config: The engine's configuration, with `elastic_kv_config` set.
         executor: Reaches the workers, which have no cache yet.
-        kv_cache_configs: What upstream would allocate, one per rank.
+        kv_cache_specs: The layers that have a cache, by name, one dict per rank.
+        available_memory: Bytes on each rank that upstream would give to the cache.
 
     Returns:
         One config per rank: `num_blocks` are the resident blocks, `elastic_kv`
@@ -43,20 +49,23 @@ def make_elastic(
     """
     config = vllm_config.elastic_kv_config
     assert config is not None
+    probes = call(executor, worker_side.probe, config.driver).result()
+    memory = _capacity_memory(config, probes, available_memory)
+    kv_cache_configs = get_kv_cache_configs(vllm_config, list(kv_cache_specs), list(memory))
     for kv_cache_config in kv_cache_configs:
         _refuse_models(kv_cache_config)
-    probes = call(executor, worker_side.probe, config.driver).result()
     block_bytes = [_bytes_per_block(kv_cache_config) for kv_cache_config in kv_cache_configs]
-    layout = _layout(config, kv_cache_configs, block_bytes, probes)
+    layout = _layout(config, kv_cache_configs, block_bytes, probes, available_memory)
     logger.info(
         "Elastic KV cache: %d of up to %d blocks resident (base %d, chunks of %d blocks, %d bytes a block, "
-        "page driver %s)",
+        "page driver %s, policy %s)",
         layout.start_blocks,
         layout.capacity_blocks,
         layout.base_blocks,
         layout.chunk_blocks,
         max(block_bytes),
         layout.driver,
+        config.policy,
     )
     elastic = []
     for kv_cache_config, nbytes in zip(kv_cache_configs, block_bytes, strict=True):
@@ -75,43 +84,57 @@ def make_elastic(
     return elastic
 
 
+def _capacity_memory(
+    config: "ElasticKVConfig", probes: Sequence["ProbeReport"], available_memory: Sequence[int]
+) -> list[int]:
+    """Bytes on each rank that the cache may grow to."""
+    capacity = config.size("capacity")
+    sharing = _ranks_sharing(probes)
+    if capacity is None:
+        # What the device could hold now: the cache is not allocated yet.
+        return [
+            max(probe["available_bytes"] // ranks, start)
+            for probe, ranks, start in zip(probes, sharing, available_memory, strict=True)
+        ]
+    for rank, (probe, ranks) in enumerate(zip(probes, sharing, strict=True)):
+        if capacity * ranks > probe["total_bytes"]:
+            raise ValueError(
+                f"elastic_kv_config capacity ({capacity} bytes on each of {ranks} ranks that share the device) is "
+                f"more than the device of rank {rank} has ({probe['total_bytes']} bytes)."
+            )
+    if capacity < min(available_memory):
+        raise ValueError(
+            f"elastic_kv_config capacity ({capacity} bytes) is less than the cache starts with "
+            f"({min(available_memory)} bytes); give a larger capacity, or a smaller start."
+        )
+    return [capacity] * len(probes)
+
+
+def _ranks_sharing(probes: Sequence["ProbeReport"]) -> list[int]:
+    """For each rank, how many take their pages from the same memory."""
+    ranks_on = Counter(probe["node"] for probe in probes)
+    return [ranks_on[probe["node"]] if probe["node"] else 1 for probe in probes]
+
+
 def _layout(
     config: "ElasticKVConfig",
     kv_cache_configs: Sequence["KVCacheConfig"],
     block_bytes: Sequence[int],
     probes: Sequence["ProbeReport"],
+    available_memory: Sequence[int],
 ) -> ElasticKVLayout:
-    upstream_blocks = kv_cache_configs[0].num_blocks
     largest = max(block_bytes)
-    ranks_on = Counter(probe["node"] for probe in probes)
-    sharing = [ranks_on[probe["node"]] if probe["node"] else 1 for probe in probes]
-
-    capacity = config.size("capacity")
-    if capacity is None:
-        # What the device could hold now: the cache is not allocated yet.
-        free = min(
-            probe["available_bytes"] // ranks // nbytes
-            for probe, ranks, nbytes in zip(probes, sharing, block_bytes, strict=True)
-        )
-        capacity_blocks = max(free, upstream_blocks)
-    else:
-        for rank, (probe, ranks) in enumerate(zip(probes, sharing, strict=True)):
-            if capacity * ranks > probe["total_bytes"]:
-                raise ValueError(
-                    f"elastic_kv_config capacity ({capacity} bytes on each of {ranks} ranks that share the device) is "
-                    f"more than the device of rank {rank} has ({probe['total_bytes']} bytes)."
-                )
-        capacity_blocks = capacity // largest
-
-    if capacity_blocks < upstream_blocks:
-        raise ValueError(
-            f"elastic_kv_config capacity ({capacity} bytes, {capacity_blocks} blocks of {largest} bytes) is less than "
-            f"the cache starts with ({upstream_blocks} blocks); give a larger capacity, or a smaller start."
-        )
+    capacity_blocks = kv_cache_configs[0].num_blocks
+    start = min(memory // nbytes for memory, nbytes in zip(available_memory, block_bytes, strict=True))
     chunk = _chunk_blocks(kv_cache_configs, probes, capacity_blocks)
-    capacity_blocks = round_down(capacity_blocks, chunk) if capacity else round_up(capacity_blocks, chunk)
+    rounded = round_down(capacity_blocks, chunk) if config.capacity else round_up(capacity_blocks, chunk)
+    if not rounded:
+        raise ValueError(
+            f"elastic_kv_config capacity ({config.capacity} bytes, {capacity_blocks} blocks of {largest} bytes) is "
+            f"less than one chunk of {chunk} blocks."
+        )
     base_blocks = round_up(max(cdiv(config.size("base") or 1, largest), 1), chunk)
-    start_blocks = min(round_up(upstream_blocks, chunk), capacity_blocks)
+    start_blocks = min(round_up(max(start, 1), chunk), rounded)
     if base_blocks > start_blocks:
         raise ValueError(
             f"elastic_kv_config base ({config.base} bytes, {base_blocks} blocks of {largest} bytes in chunks of "
@@ -120,10 +143,10 @@ def _layout(
     return ElasticKVLayout(
         base_blocks=base_blocks,
         start_blocks=start_blocks,
-        capacity_blocks=capacity_blocks,
+        capacity_blocks=rounded,
         chunk_blocks=chunk,
         driver=probes[0]["driver"],
-        ranks_sharing=max(sharing),
+        ranks_sharing=max(_ranks_sharing(probes)),
     )
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 @dataclass
 class ElasticKVStats:
-    """Sizes now, in blocks and bytes per rank, and the resizes that ended since
+    """Sizes now, in blocks, bytes per rank, tokens and requests of the maximum length,
+    as upstream's `CacheConfig` has them, and the resizes that ended since
     the last time, each as `ResizeResult.to_dict` gives it, with its `direction`, and
     `failed` as its `outcome` where a rank failed.
     """
@@ -17,4 +18,6 @@ class ElasticKVStats:
     base_blocks: int
     block_bytes: int
     reported_bytes: int
+    size_tokens: int | None
+    max_concurrency: float | None
     resizes: list[dict[str, Any]] = field(default_factory=list)
