@@ -47,12 +47,15 @@ class ElasticKVProm:
             labelnames=[*labelnames, "direction", "outcome"],
         )
         self._costs = {
-            field: counter_cls(f"vllm:elastic_kv_{name}", documentation, labelnames=labelnames)
-            for field, name, documentation in (
-                ("evicted", "evicted_blocks", "Cached KV cache blocks that a shrink evicted."),
-                ("moved", "moved_blocks", "KV cache blocks in use that a shrink moved."),
-                ("preempted", "preempted_requests", "Requests that a shrink preempted."),
-            )
+            "evicted": counter_cls(
+                "vllm:elastic_kv_evicted_blocks", "Cached KV cache blocks that a shrink evicted.", labelnames=labelnames
+            ),
+            "moved": counter_cls(
+                "vllm:elastic_kv_moved_blocks", "KV cache blocks in use that a shrink moved.", labelnames=labelnames
+            ),
+            "preempted": counter_cls(
+                "vllm:elastic_kv_preempted_requests", "Requests that a shrink preempted.", labelnames=labelnames
+            ),
         }
         self._duration = histogram_cls(
             "vllm:elastic_kv_resize_seconds",
