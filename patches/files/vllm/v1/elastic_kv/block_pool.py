@@ -156,11 +156,9 @@ class ElasticBlockPool(BlockPool):
         return sorted(chunk for chunk in self._leaving if not self._live_in(chunk))
 
     def next_moves(self, at_most: int) -> list[Move]:
-        """Moves that empty leaving chunks, those with the fewest live blocks first;
-        at most so many, but at least one where there is one.
-        """
+        """Moves that empty leaving chunks, those with the fewest live blocks first."""
         live = sorted(filter(None, map(self._live_in, self._leaving)), key=len)
-        sources = [block for blocks in live for block in blocks][: max(at_most, 1)]
+        sources = [block for blocks in live for block in blocks][:at_most]
         return [
             Move(source.block_id, destination.block_id)
             for source, destination in zip(sources, reversed(self._destinations), strict=False)

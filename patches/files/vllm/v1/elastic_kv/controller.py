@@ -39,7 +39,7 @@ logger = init_logger(__name__)
 MEASURE_SECONDS = 1.0
 # After a change of size that was the controller's own idea failed: how long until the next try, at first and at most.
 RETRY_SECONDS = (1.0, 60.0)
-# Growth for a step is by this part of the cache at least.
+# Growth for a step is by this part of the cache at least, if that is no more than a slice.
 GROWTH_PART = 8
 
 
@@ -171,7 +171,11 @@ class ElasticKVController:
         running = self._engine.scheduler.running  # type: ignore[attr-defined]
         if spare > 0:
             # Some more than it takes now, so that a request that goes on growing does not do so for every block.
-            chunks = min(max(chunks, pool.num_gpu_blocks // layout.chunk_blocks // GROWTH_PART), spare) if chunks else 0
+            more = min(
+                pool.num_gpu_blocks // layout.chunk_blocks // GROWTH_PART,
+                self._resizer.in_a_slice(worker_side.attach),
+            )
+            chunks = min(max(chunks, more), spare) if chunks else 0
         elif lacking and all(other is request for other in running):
             # It is the only one, so nothing will come free: without growth it would wait for ever.
             chunks = cdiv(num_blocks - pool.get_num_free_blocks(), layout.chunk_blocks)

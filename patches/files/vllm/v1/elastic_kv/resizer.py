@@ -13,7 +13,7 @@ Between the slices of a transaction the engine steps.
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm import envs
 from vllm.v1.elastic_kv import preemption, worker_side
@@ -23,8 +23,10 @@ from vllm.v1.elastic_kv.transaction import Fence, Job, Pause, Timer, Transaction
 from vllm.v1.elastic_kv.worker_side import ProbeReport, RankReport, RankState
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
+    from vllm.v1.request import Request
 
 T = TypeVar("T")
 WorkerCall = Callable[[Any, Sequence[Any]], RankReport]
@@ -63,6 +65,7 @@ class Resizer:
         """
         self._engine = engine
         self._executor = engine.model_executor
+        self._scheduler = cast("Scheduler", engine.scheduler)
         self._pool = pool
         self._block_bytes = block_bytes
         self._chunk_bytes = block_bytes * pool.layout.chunk_blocks
@@ -129,7 +132,7 @@ class Resizer:
             with Pause(job):
                 # Requests may have ended meanwhile, or come to need more.
                 victims = self._victims(job, self._pool.plan_shrink(num_chunks))
-                preemption.preempt(self._engine.scheduler, victims)
+                preemption.preempt(self._scheduler, victims)
                 job.result.preempted = len(victims)
                 plan = self._pool.plan_shrink(num_chunks)
         with Pause(job):
@@ -158,10 +161,10 @@ class Resizer:
         yield from self._background(lambda: time.monotonic() > end)
         return (yield call(self._executor, worker_side.measure))
 
-    def _victims(self, job: Job, plan: ShrinkPlan) -> list[Any]:
+    def _victims(self, job: Job, plan: ShrinkPlan) -> "list[Request]":
         if not plan.shortfall or not job.request.allow_preemption:
             return []
-        return preemption.choose(self._engine.scheduler, plan.shortfall)
+        return preemption.choose(self._scheduler, plan.shortfall)
 
     def _drain(self, job: Job) -> Generator[Waitable, Any, None]:
         """Let the steps in flight end, and none begin until `holds_steps` is reset."""
@@ -182,7 +185,7 @@ class Resizer:
     def _move(self, job: Job) -> Generator[Waitable, Any, str | None]:
         """Move a slice of live blocks out of leaving chunks. Returns why it could not be done."""
         yield from self._drain(job)
-        moves = self._pool.next_moves(int(self._pace[worker_side.move] * SLICE_MS))
+        moves = self._pool.next_moves(self.in_a_slice(worker_side.move))
         error = None
         if moves:  # the requests may have ended meanwhile
             # At once: an abort that is processed meanwhile would free blocks that are being moved.
@@ -213,10 +216,14 @@ class Resizer:
             yield Timer(wait)
             wait = min(2 * wait, LOOK_SECONDS[1])
 
+    def in_a_slice(self, do: WorkerCall) -> int:
+        """How many chunks, or blocks for `move`, a slice has."""
+        return max(1, int(self._pace[do] * SLICE_MS))
+
     def _slices(self, do: WorkerCall, chunks: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
         first = 0
         while first < len(chunks):
-            size = max(1, int(self._pace[do] * SLICE_MS))
+            size = self.in_a_slice(do)
             yield first, chunks[first : first + size]
             first += size
 
