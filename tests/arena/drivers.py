@@ -23,10 +23,9 @@ class FaultyDriver(PageDriver):
 
     name = "faulty"
 
-    def __init__(self, inner: PageDriver, divisible: bool = True) -> None:
+    def __init__(self, inner: PageDriver) -> None:
         self.inner = inner
         self.device = inner.device
-        self.divisible = divisible and inner.divisible
         self.calls: Counter[str] = Counter()
         self.live: set[int] = set()  # handles that were created and not released
         self._fail: dict[str, tuple[int, bool]] = {}
@@ -80,11 +79,6 @@ class FaultyDriver(PageDriver):
     def unmap(self, handle):
         self._count("unmap")
         self.inner.unmap(handle)
-
-    def split(self, handle, nbytes):
-        rest = self.inner.split(handle, nbytes)
-        self.live.add(rest)
-        return rest
 
     def synchronize(self):
         self._count("synchronize")

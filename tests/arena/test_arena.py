@@ -1,8 +1,6 @@
 """The arena: chunks come and go all together or not at all."""
 
 import gc
-import os
-import threading
 
 import pytest
 import torch
@@ -29,19 +27,8 @@ def make_arena(driver, strides=STRIDES, chunk_blocks=CHUNK_BLOCKS, capacity=CAPA
 
 
 @pytest.fixture
-def faulty(divisible):
-    return FaultyDriver(HostPageDriver(), divisible)
-
-
-@pytest.fixture(params=[True, False], ids=["divisible", "whole"])
-def divisible(request):
-    """Whether the driver can cut a handle, as the host's can and CUDA's cannot."""
-    return request.param
-
-
-def runs(arena: KVArena, chunks: list[int]) -> int:
-    """How many pieces `chunks` are attached in, in each segment."""
-    return sum(not arena.driver.divisible or chunk - 1 not in chunks for chunk in chunks)
+def faulty():
+    return FaultyDriver(HostPageDriver())
 
 
 @pytest.fixture
@@ -74,7 +61,6 @@ def holds(arena: KVArena, chunk: int, value: int) -> bool:
 
 def picture(arena: KVArena) -> dict[str, object]:
     """All that a failed operation has to leave as it was."""
-    assert arena.settle()
     return {
         "attached": arena.attached,
         "live handles": len(arena.driver.live),
@@ -86,13 +72,8 @@ def picture(arena: KVArena) -> dict[str, object]:
 
 
 def check(arena: KVArena) -> None:
-    assert arena.settle()
-    assert not arena.busy
-    assert arena.unreleased_bytes == 0
     assert arena.reported_bytes() == arena.resident_bytes == len(arena.attached) * arena.chunk_bytes
-    assert len(arena.driver.live) == arena.num_handles
-    least = runs(arena, sorted(arena.attached)) * len(arena.segments)
-    assert least <= arena.num_handles <= len(arena.attached) * len(arena.segments)
+    assert len(arena.driver.live) == arena.num_handles == len(arena.attached) * len(arena.segments)
 
 
 def test_sizes(arena):
@@ -171,8 +152,6 @@ def test_attach_is_all_or_nothing(arena, call, number, out_of_memory):
     arena.attach([0, 6])
     fill(arena, 0, 1)
     fill(arena, 6, 6)
-    if number > runs(arena, [1, 2, 5]) * SEGMENTS:
-        pytest.skip("there are fewer calls")
     before = picture(arena)
     arena.driver.out_of_memory = out_of_memory
     arena.driver.fail(call, number)
@@ -191,15 +170,11 @@ def test_detach_is_all_or_nothing(arena, number):
     arena.attach(range(4))
     for chunk in range(4):
         fill(arena, chunk, chunk + 1)
-    if number > runs(arena, [0, 2, 3]) * SEGMENTS:
-        pytest.skip("there are fewer calls")
     before = picture(arena)
     arena.driver.fail("unmap", number)
     with pytest.raises(PageDriverError, match="unmap"):
         arena.detach([2, 0, 3])
-    # Handles that were cut stay so.
-    assert picture(arena) | {"live handles": 0, "handles": 0} == before | {"live handles": 0, "handles": 0}
-    assert len(arena.driver.live) == arena.num_handles
+    assert picture(arena) == before
     assert all(holds(arena, chunk, chunk + 1) for chunk in range(4))
     arena.detach([2, 0, 3])
     check(arena)
@@ -215,33 +190,32 @@ def test_detach_waits_for_running_work_first(arena):
     assert picture(arena) == before
 
 
-@pytest.mark.parametrize("number", range(1, SEGMENTS + 1))
+@pytest.mark.parametrize("number", range(1, 2 * SEGMENTS + 1))
 def test_a_handle_that_cannot_be_released_is_released_later(arena, caplog, number):
     """Whether the chunk has pages must not depend on it: a rank that kept them would differ from the others."""
     arena.attach(range(3))
     arena.driver.fail("release", number)
     arena.detach([0, 1])
-    assert arena.settle()
     assert arena.attached == {2}
-    assert arena.unreleased_bytes in {stride * CHUNK_BLOCKS * count for stride in STRIDES for count in (1, 2)}
     assert arena.reported_bytes() == arena.resident_bytes
     assert len(arena.driver.live) == arena.num_handles == SEGMENTS + 1  # the leak is seen while it lasts
     assert "could not be given back" in caplog.text
-    arena.detach([2])
+    arena.attach([0])
+    check(arena)
+    arena.detach([0, 2])
     check(arena)
 
 
-@pytest.mark.parametrize("number", range(1, SEGMENTS + 1))
-def test_a_handle_that_cannot_be_released_while_undoing(arena, number):
-    arena.driver.fail("map", number=2)
+@pytest.mark.parametrize(("number", "left"), [(1, 0), (4, 1)])
+def test_a_handle_that_cannot_be_released_while_undoing(arena, number, left):
+    """Four handles are released; the first is tried again with the others, the last one later."""
+    arena.driver.fail("map", number=4)
     arena.driver.fail("release", number)
     with pytest.raises(PageDriverError, match="map"):
         arena.attach([0, 1])
-    assert arena.settle()
     assert arena.attached == frozenset()
-    assert arena.num_handles == len(arena.driver.live) == 1
+    assert arena.num_handles == len(arena.driver.live) == left
     arena.attach([0, 1])
-    arena.detach([1])
     check(arena)
 
 
@@ -249,7 +223,7 @@ def test_a_handle_that_cannot_be_released_while_undoing(arena, number):
 def test_what_cannot_be_undone_is_no_ordinary_failure(faulty, operation, call, undo):
     arena = make_arena(faulty)
     arena.attach([0, 1])
-    faulty.fail(call, 2)
+    faulty.fail(call, 4)
     faulty.fail(undo, 1)
     with pytest.raises(ArenaBrokenError, match=f"{call} .*could not be undone: {undo} ") as failure:
         getattr(arena, operation)([2, 3] if operation == "attach" else [0, 1])
@@ -263,7 +237,7 @@ def test_interruption_is_undone_too(arena):
 
     def interrupted(address: int, handle: int) -> None:
         calls.append(handle)
-        if len(calls) == 2:
+        if len(calls) == 4:
             raise KeyboardInterrupt
         real(address, handle)
 
@@ -281,106 +255,6 @@ def test_more_than_the_device_has_is_refused_before_anything_is_taken(arena, mon
         arena.attach([0, 1])
     assert dict(arena.driver.calls) == calls
     arena.attach([0])
-
-
-def test_memory_that_is_being_given_back_is_waited_for(arena, monkeypatch):
-    """A grow right after a shrink must not find too little memory."""
-    given_back = threading.Event()
-    release = arena.driver.inner.release
-    arena.attach(range(3))
-    monkeypatch.setattr(arena.driver.inner, "release", lambda handle: (given_back.wait(60), release(handle)))
-    free = len(arena.driver.live)
-    monkeypatch.setattr(
-        arena.driver, "available_bytes", lambda: 0 if len(arena.driver.live) == free else 3 * arena.chunk_bytes
-    )
-    arena.detach(range(3))
-    assert arena.busy
-    assert arena.unreleased_bytes == 3 * arena.chunk_bytes
-    threading.Timer(0.05, given_back.set).start()
-    arena.attach(range(3))
-    check(arena)
-
-
-class TestPrepare:
-    def test_attach_maps_what_was_prepared(self, arena):
-        arena.prepare([1, 2, 4])
-        assert arena.settle()
-        assert arena.attached == frozenset()
-        created = arena.driver.calls["create"]
-        assert created == runs(arena, [1, 2, 4]) * SEGMENTS
-        arena.attach([1, 2, 4])
-        assert arena.driver.calls["create"] == created
-        assert all(holds(arena, chunk, 0) for chunk in (1, 2, 4))
-        check(arena)
-
-    def test_attach_of_other_chunks_gives_the_prepared_ones_back(self, arena):
-        arena.prepare([1, 2, 4])
-        arena.attach([0, 1])
-        check(arena)
-        assert arena.attached == {0, 1}
-
-    def test_discard(self, arena):
-        before = picture(arena)
-        arena.prepare([1, 2])
-        arena.discard_prepared()
-        arena.discard_prepared()
-        assert picture(arena) == before
-
-    @pytest.mark.parametrize("number", range(1, SEGMENTS + 1))
-    def test_pages_that_cannot_be_made_are_told_by_attach(self, arena, number):
-        before = picture(arena)
-        arena.driver.fail("create", number)
-        arena.prepare([1, 2])
-        with pytest.raises(PageDriverError, match="create"):
-            arena.attach([1, 2])
-        assert picture(arena) == before
-        arena.attach([1, 2])
-        check(arena)
-
-    def test_pages_that_cannot_be_made_and_are_not_wanted(self, arena):
-        before = picture(arena)
-        arena.driver.fail("create", 2)
-        arena.prepare([1, 2])
-        arena.discard_prepared()
-        assert picture(arena) == before
-
-    def test_too_little_memory_is_told_at_once(self, arena, monkeypatch):
-        monkeypatch.setattr(arena.driver, "available_bytes", lambda: 0)
-        with pytest.raises(OutOfMemoryError):
-            arena.prepare([1])
-        assert not arena.driver.calls["create"]
-
-
-def test_a_part_of_a_run_leaves(arena):
-    """Its neighbours keep their bytes, and go later in pieces of their own."""
-    arena.attach(range(6))
-    for chunk in range(6):
-        fill(arena, chunk, chunk + 1)
-    for leaving in ([2, 3], [0], [5], [1, 4]):
-        arena.detach(leaving)
-        check(arena)
-        assert all(holds(arena, chunk, chunk + 1) for chunk in arena.attached)
-    arena.attach(range(6))
-    check(arena)
-    assert all(holds(arena, chunk, 0) for chunk in range(6))
-
-
-def test_500_cycles_return_to_where_they_began(arena):
-    """Between a base and a capacity: handles, mappings, file descriptors and resident memory."""
-    arena.attach([0])
-
-    def state() -> dict[str, object]:
-        return picture(arena) | {"files": len(os.listdir("/proc/self/fd"))}
-
-    arena.attach(range(1, CAPACITY))
-    arena.detach(range(1, CAPACITY))
-    before, resident, threads = state(), resident_bytes(), threading.active_count()
-    for _ in range(500):
-        arena.attach(range(1, CAPACITY))
-        arena.detach(range(1, CAPACITY))
-    assert state() == before
-    assert threading.active_count() <= threads
-    assert abs(resident_bytes() - resident) < 4 << 20
 
 
 def test_a_failed_reservation_leaves_nothing(faulty):
@@ -409,7 +283,7 @@ def test_close_with_a_handle_that_cannot_be_released(faulty):
     faulty.fail("release", always=True)
     arena.close()
     assert faulty.calls["unreserve"] == 1
-    assert len(faulty.live) == arena.num_handles == runs(arena, [0, 1]) * SEGMENTS
+    assert len(faulty.live) == arena.num_handles == 2 * SEGMENTS
     faulty.mend()
     arena.close()
     assert not faulty.live
@@ -420,7 +294,7 @@ def test_close_gives_the_range_back(faulty):
     address, nbytes = arena.address, arena.nbytes
     arena.attach(range(CAPACITY))
     before = resident_bytes()
-    arena.close()  # waits for the memory to be given back
+    arena.close()
     assert before - resident_bytes() > nbytes * 0.9
     assert not [span for span in mappings(address, nbytes) if span[2] == "---p"]
 
@@ -433,8 +307,7 @@ def test_200_cycles_return_to_where_they_began(arena):
         chunks = [1 + (cycle + step) % (CAPACITY - 1) for step in range(1 + cycle % 5)]
         arena.attach(chunks)
         check(arena)
-        arena.detach(list(reversed(chunks)))
-        check(arena)
+        arena.detach(reversed(chunks))
         assert picture(arena) == before
 
 
@@ -468,8 +341,7 @@ def test_calls_to_attach_grow_with_handles_only(faulty):
         arena.attach([0, 1])
         calls.append(dict(faulty.calls))
         arena.close()
-    expected = 3 if faulty.divisible else 6
-    assert calls[0] == calls[1] == {"create": expected, "map": expected}
+    assert calls[0] == calls[1] == {"create": 6, "map": 6}
 
 
 def test_the_memory_goes_with_the_last_view(faulty):

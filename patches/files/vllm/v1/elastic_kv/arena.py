@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """One reservation, and the chunks of it that have pages."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .layout import Segment
 from .page_driver import OutOfMemoryError, PageDriver, PageDriverError
-from .page_maker import PageMaker
 
 if TYPE_CHECKING:
     import torch
 
-# How long memory that is being given back is waited for where there is too little.
-SETTLE_SECONDS = 10.0
+logger = logging.getLogger(__name__)
 
 
 class ArenaBrokenError(RuntimeError):
@@ -25,26 +21,13 @@ class ArenaBrokenError(RuntimeError):
     """
 
 
-@dataclass(eq=False)
-class _Run:
-    """Chunks from `first` on that were attached together, with one handle per segment."""
-
-    first: int
-    count: int
-    handles: list[int]
-
-
 class KVArena:
     """The memory of one rank's KV cache: a stable range of `capacity_chunks` chunks.
 
-    Chunks that lie side by side and are attached together are a run, which is mapped
-    with one handle per segment where the driver can cut handles, so that a part of it
-    can leave; otherwise each chunk is a run. `attach` and `detach` are all-or-nothing: what was
-    done before a failure is undone, and the failure is reported. Chunks that no
-    longer have pages must not be touched: the caller sees to it that no block id
-    of a detached chunk is in use.
-
-    Pages are given back in the background, and made there by `prepare`.
+    A chunk is mapped with one handle per segment. `attach` and `detach` are
+    all-or-nothing: what was done before a failure is undone, and the failure is
+    reported. Chunks that no longer have pages must not be touched: the caller
+    sees to it that no block id of a detached chunk is in use.
     """
 
     def __init__(
@@ -80,10 +63,8 @@ class KVArena:
         self.ranks_sharing = ranks_sharing
         self.nbytes = sum(segment.stride for segment in segments) * chunk_blocks * capacity_chunks
         self.address = driver.reserve(self.nbytes)
-        self._runs: dict[int, _Run] = {}  # by chunk
-        self._maker = PageMaker(driver)
-        # What `prepare` was asked for: the runs, and their handles, run by run and segment by segment.
-        self._prepared: tuple[list[range], Future[list[int]]] | None = None
+        self._handles: dict[int, list[int]] = {}  # chunk -> one handle per segment
+        self._unreleased: list[int] = []  # mapped nowhere; their release failed and is tried again
 
     @property
     def chunk_bytes(self) -> int:
@@ -93,27 +74,19 @@ class KVArena:
     @property
     def attached(self) -> frozenset[int]:
         """The chunks that have pages."""
-        return frozenset(self._runs)
+        return frozenset(self._handles)
 
     @property
     def resident_bytes(self) -> int:
         """Bytes that are attached, by our own account."""
-        return len(self._runs) * self.chunk_bytes
-
-    @property
-    def unreleased_bytes(self) -> int:
-        """Bytes that are mapped nowhere and not given back yet."""
-        return sum(self._maker.unreleased.values())
+        return len(self._handles) * self.chunk_bytes
 
     @property
     def num_handles(self) -> int:
-        """Handles that are mapped, and those that wait to be given back."""
-        return len(set(self._runs.values())) * len(self.segments) + len(self._maker.unreleased)
-
-    @property
-    def busy(self) -> bool:
-        """Whether pages are being made or given back."""
-        return self._maker.busy
+        """Handles that hold memory: one per attached chunk and segment, and those
+        that could not be released yet.
+        """
+        return len(self._handles) * len(self.segments) + len(self._unreleased)
 
     def reported_bytes(self) -> int:
         """Bytes that are attached, as the system or the driver tells it."""
@@ -127,30 +100,6 @@ class KVArena:
         """Like `tensor`, but the arena closes when the last view of it is gone."""
         return self.driver.tensor(self.address, self.nbytes, on_free=self.close)
 
-    def prepare(self, chunks: Iterable[int]) -> None:
-        """Begin to make pages for `chunks` in the background; `attach` of the same
-        chunks maps them, and tells what went wrong.
-
-        Raises:
-            ValueError: As `attach`.
-            OutOfMemoryError: The device has too little memory now.
-
-        """
-        self.discard_prepared()
-        chunks = self._checked(chunks, attached=False)
-        self._check_memory(len(chunks) * self.chunk_bytes)
-        runs = self._in_runs(chunks)
-        self._prepared = runs, self._maker.create([size for run in runs for size in self._sizes(len(run))])
-
-    def discard_prepared(self) -> None:
-        """Give prepared pages back that were not attached."""
-        if self._prepared is None:
-            return
-        (runs, made), self._prepared = self._prepared, None
-        sizes = [size for run in runs for size in self._sizes(len(run))]
-        with suppress(PageDriverError):  # they could not be made: there is nothing to give back
-            self._maker.release(dict(zip(made.result(), sizes, strict=True)))
-
     def attach(self, chunks: Iterable[int]) -> None:
         """Give pages to `chunks`; they read as zero.
 
@@ -162,28 +111,22 @@ class KVArena:
 
         """
         chunks = self._checked(chunks, attached=False)
-        if self._prepared is None or self._prepared[0] != self._in_runs(chunks):
-            self.prepare(chunks)
-        assert self._prepared is not None
-        runs, made = self._prepared
-        mapped = []
-        try:
-            handles = iter(made.result())
-            with _Undo() as undo:
-                for run in runs:
-                    mapped.append(_Run(run.start, len(run), [next(handles) for _ in self.segments]))
-                    for segment, handle in zip(self.segments, mapped[-1].handles, strict=True):
-                        self.driver.map(self._chunk_address(segment, run.start), handle)
-                        undo.add(self.driver.unmap, handle)
-        except BaseException:
-            self.discard_prepared()
-            raise
-        self._prepared = None
-        for attached in mapped:
-            self._runs.update(dict.fromkeys(range(attached.first, attached.first + attached.count), attached))
+        self._release([])
+        self._check_memory(len(chunks) * self.chunk_bytes)
+        with _Undo() as undo:
+            handles = {chunk: self._map_chunk(chunk, undo) for chunk in chunks}
+        self._handles.update(handles)
+
+    busy = False
+
+    def prepare(self, chunks):
+        pass
+
+    def discard_prepared(self):
+        pass
 
     def detach(self, chunks: Iterable[int]) -> None:
-        """Take the pages of `chunks`, and begin to give them back to the device.
+        """Take the pages of `chunks` and give them back to the device.
 
         A handle that cannot be released does not count as failure: its chunk is
         detached, and the next call tries again to give the memory back.
@@ -196,66 +139,39 @@ class KVArena:
         """
         chunks = self._checked(chunks, attached=True)
         self.driver.synchronize()
-        runs = [self._cut_out(part) for part in self._in_runs(chunks)]
-        sizes = {}
         with _Undo() as undo:
-            for run in (run for parts in runs for run in parts):
-                for segment, handle, size in zip(self.segments, run.handles, self._sizes(run.count), strict=True):
+            for chunk in chunks:
+                for segment, handle in zip(self.segments, self._handles[chunk], strict=True):
                     self.driver.unmap(handle)
-                    undo.add(self.driver.map, self._chunk_address(segment, run.first), handle)
-                    sizes[handle] = size
-        for chunk in chunks:
-            del self._runs[chunk]
-        self._maker.release(sizes)
-
-    def settle(self, timeout_s: float = SETTLE_SECONDS) -> bool:
-        """Wait for the work in the background. Returns whether it ended in time."""
-        return self._maker.settle(timeout_s)
+                    undo.add(self.driver.map, self._chunk_address(segment, chunk), handle)
+        self._release([handle for chunk in chunks for handle in self._handles.pop(chunk)])
 
     def close(self) -> None:
         """Detach everything and give the range back. The tensor is no longer valid."""
-        self.discard_prepared()
-        self.detach(sorted(self._runs))
-        self._maker.close()
+        self.detach(sorted(self._handles))
         if self.nbytes:
             self.driver.unreserve(self.address, self.nbytes)
             self.nbytes = 0
 
-    def _in_runs(self, chunks: Sequence[int]) -> list[range]:
-        """`chunks` in runs, as far as the driver can cut them again."""
-        runs: list[range] = []
-        for chunk in sorted(chunks):
-            if self.driver.divisible and runs and chunk == runs[-1].stop:
-                runs[-1] = range(runs[-1].start, chunk + 1)
-            else:
-                runs.append(range(chunk, chunk + 1))
-        return runs
+    def _map_chunk(self, chunk: int, undo: "_Undo") -> list[int]:
+        handles = []
+        for segment in self.segments:
+            handle = self.driver.create(segment.stride * self.chunk_blocks)
+            undo.add(self._release, [handle])
+            self.driver.map(self._chunk_address(segment, chunk), handle)
+            undo.add(self.driver.unmap, handle)
+            handles.append(handle)
+        return handles
 
-    def _cut_out(self, chunks: range) -> list[_Run]:
-        """The runs that `chunks` are made of, cut from those that reach beyond them."""
-        found = []
-        first = chunks.start
-        while first < chunks.stop:
-            run = self._runs[first]
-            if run.first < first:
-                run = self._cut(run, first - run.first)
-            if run.first + run.count > chunks.stop:
-                self._cut(run, chunks.stop - run.first)
-            found.append(run)
-            first = run.first + run.count
-        return found
-
-    def _cut(self, run: _Run, count: int) -> _Run:
-        """Leave `count` chunks to a run. Returns the run of the others."""
-        rest = [self.driver.split(handle, size) for handle, size in zip(run.handles, self._sizes(count), strict=True)]
-        new = _Run(run.first + count, run.count - count, rest)
-        run.count = count
-        self._runs.update(dict.fromkeys(range(new.first, new.first + new.count), new))
-        return new
-
-    def _sizes(self, num_chunks: int) -> list[int]:
-        """Bytes of so many chunks in each segment."""
-        return [segment.stride * self.chunk_blocks * num_chunks for segment in self.segments]
+    def _release(self, handles: Iterable[int]) -> None:
+        """Release `handles`, and those that could not be released earlier."""
+        pending, self._unreleased = [*self._unreleased, *handles], []
+        for handle in pending:
+            try:
+                self.driver.release(handle)
+            except PageDriverError as error:
+                logger.warning("Elastic KV cache: memory could not be given back, to be tried again: %s", error)
+                self._unreleased.append(handle)
 
     def _chunk_address(self, segment: Segment, chunk: int) -> int:
         return self.address + segment.offset + chunk * self.chunk_blocks * segment.stride
@@ -263,9 +179,6 @@ class KVArena:
     def _check_memory(self, nbytes: int) -> None:
         # A device that hands out more than it has may kill the process later instead of failing now.
         available = self.driver.available_bytes() // self.ranks_sharing
-        if nbytes > available and self.busy:
-            self.settle()
-            available = self.driver.available_bytes() // self.ranks_sharing
         if nbytes > available:
             hint = f"{available} bytes are available to each rank"
             raise OutOfMemoryError("attach", "out of memory", nbytes, self.driver.device, hint)
@@ -277,7 +190,7 @@ class KVArena:
         for chunk in chunks:
             if not 0 <= chunk < self.capacity_chunks:
                 raise ValueError(f"chunk {chunk} is not below the capacity of {self.capacity_chunks} chunks")
-            if (chunk in self._runs) != attached:
+            if (chunk in self._handles) != attached:
                 raise ValueError(f"chunk {chunk} is {'not' if attached else 'already'} attached")
         return chunks
 

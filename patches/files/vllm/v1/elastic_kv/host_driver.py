@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages of host memory: anonymous mappings, moved behind their address by mremap.
 
-Moving a mapping re-points page tables and copies nothing, and any part of a mapping
-can be moved or given back. Huge pages are not used: one of which a part is given back
-keeps its memory, though the system no longer counts it, until memory runs short.
+Moving a mapping re-points page tables and copies nothing. Anonymous memory gets
+huge pages where the system allows it, which shared memory mostly does not.
 Sources: mmap(2), mremap(2), mprotect(2), madvise(2), mincore(2), proc_sys_vm(5).
 """
 
@@ -11,9 +10,8 @@ import ctypes
 import errno
 import mmap
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,12 +28,9 @@ _MAP_NORESERVE = 0x4000
 _MREMAP_MAYMOVE = 1
 _MREMAP_FIXED = 2
 _MREMAP_DONTUNMAP = 4
-_MADV_DONTNEED = 4
-_MADV_NOHUGEPAGE = 15
+_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
-# Other threads that map or unmap wait while pages are made or given back: so many bytes at a time.
-_PIECE = 4 << 20
-_TABLE = 2 << 20  # bytes that one page table covers
+_HUGE_PAGE = 2 << 20
 _WINDOW = 1 << 30  # bytes asked of mincore at a time
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -59,16 +54,13 @@ class HostPageDriver(PageDriver):
     """
 
     name = "host"
-    divisible = True
     device = "host"
 
     def __init__(self) -> None:
         self._at: dict[int, tuple[int, int]] = {}  # handle -> where its pages are now, bytes
-        self._parked: set[int] = set()  # handles whose pages were unmapped, and have to be made accessible again
+        self._parked: set[int] = set()  # handles whose pages were unmapped, and may not be touched
         self._ledger = Ledger(mmap.PAGESIZE)
         self._next_handle = 1
-        # Held while the above are used, and not while pages are made or given back.
-        self._lock = threading.Lock()
 
     @property
     def granule(self) -> int:
@@ -96,49 +88,28 @@ class HostPageDriver(PageDriver):
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         address = self._address("mmap", nbytes, None, nbytes, _READ_WRITE, flags, -1, 0)
         try:
-            # Advice only: EINVAL on a kernel that has no huge pages changes nothing.
-            _libc.madvise(address, nbytes, _MADV_NOHUGEPAGE)
+            if nbytes >= _HUGE_PAGE:
+                # Advice only: EINVAL on a kernel that has no huge pages changes nothing.
+                _libc.madvise(address, nbytes, _MADV_HUGEPAGE)
             # Fault the pages in now, so that what is resident is what was asked for.
-            for start, length in _pieces(address, nbytes):
-                self._status("madvise", nbytes, start, length, _MADV_POPULATE_WRITE)
+            self._status("madvise", nbytes, address, nbytes, _MADV_POPULATE_WRITE)
         except PageDriverError:
             _libc.munmap(address, nbytes)
             raise
-        with self._lock:
-            handle = self._new_handle(address, nbytes)
-            self._ledger.created(handle, nbytes)
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
+        self._at[handle] = (address, nbytes)
+        self._ledger.created(handle, nbytes)
         return handle
 
     def release(self, handle: int) -> None:
-        with self._lock:
-            self._ledger.check_release(handle)
-            address, nbytes = self._at[handle]
-        for start, length in _pieces(address, nbytes):
-            _libc.madvise(start, length, _MADV_DONTNEED)  # what it leaves, munmap takes
+        self._ledger.check_release(handle)
+        address, nbytes = self._at[handle]
         self._status("munmap", nbytes, address, nbytes)
-        with self._lock:
-            del self._at[handle]
-            self._parked.discard(handle)
-            self._ledger.released(handle)
+        del self._at[handle]
+        self._parked.discard(handle)
+        self._ledger.released(handle)
 
     def map(self, address: int, handle: int) -> None:
-        with self._lock:
-            self._map(address, handle)
-
-    def unmap(self, handle: int) -> None:
-        with self._lock:
-            self._unmap(handle)
-
-    def split(self, handle: int, nbytes: int) -> int:
-        with self._lock:
-            self._ledger.check_split(handle, nbytes)
-            address, size = self._at[handle]
-            self._at[handle] = (address, nbytes)
-            rest = self._new_handle(address + nbytes, size - nbytes)
-            self._ledger.split(handle, nbytes, rest)
-        return rest
-
-    def _map(self, address: int, handle: int) -> None:
         self._ledger.check_map(address, handle)
         source, nbytes = self._at[handle]
         if handle in self._parked:
@@ -149,20 +120,18 @@ class HostPageDriver(PageDriver):
         self._at[handle] = (address, nbytes)
         self._ledger.mapped(address, handle)
 
-    def _unmap(self, handle: int) -> None:
+    def unmap(self, handle: int) -> None:
         self._ledger.check_unmap(handle)
         address, nbytes = self._at[handle]
+        # Without access the pages do not count against RLIMIT_DATA, so that moving them cannot fail
+        # for want of memory: the move needs room for a second mapping of the same size.
+        self._status("mprotect", nbytes, address, nbytes, _NO_ACCESS)
         away: int | None = None
-        protected = False
         try:
-            try:
-                away = self._move_away(address, nbytes)
-            except OutOfMemoryError:
-                # The move needs room for a second mapping of the same size, which RLIMIT_DATA may deny.
-                # Without access the pages do not count against it; that takes time in proportion to them.
-                self._status("mprotect", nbytes, address, nbytes, _NO_ACCESS)
-                protected = True
-                away = self._move_away(address, nbytes)
+            # DONTUNMAP keeps the range occupied until the reservation covers it again. Without it,
+            # another thread's mmap could be given the hole.
+            flags = _MREMAP_MAYMOVE | _MREMAP_DONTUNMAP
+            away = self._address("mremap", nbytes, address, nbytes, nbytes, flags, None)
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
             self._address("mmap", nbytes, address, nbytes, _NO_ACCESS, flags, -1, 0)
         except PageDriverError as error:
@@ -170,35 +139,14 @@ class HostPageDriver(PageDriver):
                 if away is not None:
                     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
                     self._address("mremap", nbytes, away, nbytes, nbytes, flags, address)
-                if protected:
-                    self._status("mprotect", nbytes, address, nbytes, _READ_WRITE)
+                self._status("mprotect", nbytes, address, nbytes, _READ_WRITE)
             except PageDriverError as lost:
                 # No PageDriverError: the pages are not as the handle says, so nothing may go on.
                 raise RuntimeError(f"{error}; and the pages could not be put back: {lost}") from lost
             raise
         self._at[handle] = (away, nbytes)
-        if protected:
-            self._parked.add(handle)
+        self._parked.add(handle)
         self._ledger.unmapped(handle)
-
-    def _move_away(self, address: int, nbytes: int) -> int:
-        """Move pages to an address of their own. What they leave stays occupied, without pages:
-        another thread's mmap could be given the hole.
-        """
-        # At the same place within a page table, whole tables are moved instead of one page after the other.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        room = self._address("mmap", nbytes, None, nbytes + _TABLE, _NO_ACCESS, flags, -1, 0)
-        away = room + (address - room) % _TABLE
-        try:
-            flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
-            self._address("mremap", nbytes, address, nbytes, nbytes, flags, away)
-        except PageDriverError:
-            _libc.munmap(room, nbytes + _TABLE)
-            raise
-        if away > room:
-            _libc.munmap(room, away - room)
-        _libc.munmap(away + nbytes, room + _TABLE - away)
-        return away
 
     def synchronize(self) -> None:
         """Nothing runs on the host beside the thread that calls this."""
@@ -228,11 +176,6 @@ class HostPageDriver(PageDriver):
             weakref.finalize(buffer, on_free).atexit = False
         return torch.frombuffer(buffer, dtype=torch.int8)
 
-    def _new_handle(self, address: int, nbytes: int) -> int:
-        handle, self._next_handle = self._next_handle, self._next_handle + 1
-        self._at[handle] = (address, nbytes)
-        return handle
-
     def _address(self, call: str, nbytes: int, *arguments: int | None) -> int:
         address = getattr(_libc, call)(*arguments)
         if address == _FAILED:
@@ -249,8 +192,3 @@ class HostPageDriver(PageDriver):
         no_memory = number == errno.ENOMEM or (call == "madvise" and number == errno.EFAULT)
         kind = OutOfMemoryError if no_memory else PageDriverError
         return kind(call, errno.errorcode.get(number, str(number)), nbytes, self.device, os.strerror(number))
-
-
-def _pieces(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, nbytes, _PIECE):
-        yield address + start, min(_PIECE, nbytes - start)

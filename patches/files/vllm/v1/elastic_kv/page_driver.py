@@ -42,14 +42,11 @@ class PageDriver(ABC):
     - New pages read as zero. Reserved addresses without pages may not be touched.
     - A handle must be unmapped before it is released.
     - `unmap` does not wait for work that uses the pages: call `synchronize` first.
-    - `create` and `release`, which take time, may be called from one other thread.
 
     A call that breaks one of them raises ValueError and changes nothing; `Ledger` sees to that.
     """
 
     name: ClassVar[str]
-    # Whether a mapped handle can be cut in two. On CUDA a mapping is undone as it was made.
-    divisible: ClassVar[bool] = False
     device: str
 
     @property
@@ -90,12 +87,6 @@ class PageDriver(ABC):
     @abstractmethod
     def unmap(self, handle: int) -> None:
         """Take the pages of `handle` away from its address, which stays reserved."""
-
-    def split(self, handle: int, nbytes: int) -> int:
-        """Cut a mapped handle in two: the first `nbytes` stay with it, the rest gets the
-        new handle that is returned. Nothing is unmapped. For `divisible` drivers only.
-        """
-        raise NotImplementedError
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -184,21 +175,6 @@ class Ledger:
     def unmapped(self, handle: int) -> None:
         address = self._mapped.pop(handle)
         del self._pieces[bisect_left(self._pieces, (address,))]
-
-    def check_split(self, handle: int, nbytes: int) -> None:
-        size = self._size(handle)
-        self.check_size(nbytes)
-        if nbytes >= size:
-            raise ValueError(f"{nbytes} bytes are not less than the {size} bytes of handle {handle}")
-        if handle not in self._mapped:
-            raise ValueError(f"handle {handle} is not mapped")
-
-    def split(self, handle: int, nbytes: int, rest: int) -> None:
-        address, size = self._mapped[handle], self._sizes[handle]
-        self.unmapped(handle)
-        self._sizes[handle], self._sizes[rest] = nbytes, size - nbytes
-        self.mapped(address, handle)
-        self.mapped(address + nbytes, rest)
 
     def _size(self, handle: int) -> int:
         if handle not in self._sizes:
