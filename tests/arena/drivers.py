@@ -1,16 +1,24 @@
 """Page drivers for tests, and what tests ask the system about memory."""
 
+import threading
 from collections import Counter
 from pathlib import Path
 
 from vllm.v1.elastic_kv.host_driver import HostPageDriver
 from vllm.v1.elastic_kv.page_driver import OutOfMemoryError, PageDriver, PageDriverError
 
+
+class Indivisible(HostPageDriver):
+    """The host driver with handles that cannot be cut, as on CUDA."""
+
+    divisible = False
+
+    def split(self, handle, nbytes):
+        raise ValueError("handles of this driver cannot be cut")
+
+
 # Every driver that has to keep the contract, by the name that a failing test shows.
-CONTRACT = {"host": HostPageDriver}
-
-CALLS = ("reserve", "create", "map", "unmap", "release", "unreserve", "synchronize")
-
+CONTRACT = {"host": HostPageDriver, "indivisible": Indivisible}
 
 class LargeGranule(HostPageDriver):
     """The host driver with granules of CUDA's size."""
@@ -25,6 +33,8 @@ class FaultyDriver(PageDriver):
 
     def __init__(self, inner: PageDriver) -> None:
         self.inner = inner
+        self.divisible = inner.divisible
+        self._lock = threading.Lock()  # the arena calls from two threads
         self.device = inner.device
         self.calls: Counter[str] = Counter()
         self.live: set[int] = set()  # handles that were created and not released
@@ -39,9 +49,11 @@ class FaultyDriver(PageDriver):
         self._fail.clear()
 
     def _count(self, call: str, nbytes: int = 0) -> None:
-        self.calls[call] += 1
+        with self._lock:
+            self.calls[call] += 1
+            count = self.calls[call]
         number, always = self._fail.get(call, (0, False))
-        if self.calls[call] == number or (always and self.calls[call] > number):
+        if count == number or (always and count > number):
             kind = OutOfMemoryError if self.out_of_memory else PageDriverError
             raise kind(call, "made to fail", nbytes, self.device)
 
@@ -61,9 +73,9 @@ class FaultyDriver(PageDriver):
         self._count("unreserve", nbytes)
         self.inner.unreserve(address, nbytes)
 
-    def create(self, nbytes):
+    def create(self, nbytes, address=0):
         self._count("create", nbytes)
-        handle = self.inner.create(nbytes)
+        handle = self.inner.create(nbytes, address)
         self.live.add(handle)
         return handle
 
@@ -79,6 +91,12 @@ class FaultyDriver(PageDriver):
     def unmap(self, handle):
         self._count("unmap")
         self.inner.unmap(handle)
+
+    def split(self, handle, nbytes):
+        self._count("split", nbytes)
+        rest = self.inner.split(handle, nbytes)
+        self.live.add(rest)
+        return rest
 
     def synchronize(self):
         self._count("synchronize")

@@ -6,12 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .layout import Segment
-from .page_driver import OutOfMemoryError, PageDriver, PageDriverError
+from .page_driver import PageDriver, PageDriverError
+from .runs import Run, RunTable, runs_of
+from .stock import PageStock
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 5.0  # how long to wait for memory, or for mappings, that are just being given back
+_CLOSE_S = 60.0
 
 
 class ArenaBrokenError(RuntimeError):
@@ -24,10 +29,17 @@ class ArenaBrokenError(RuntimeError):
 class KVArena:
     """The memory of one rank's KV cache: a stable range of `capacity_chunks` chunks.
 
-    A chunk is mapped with one handle per segment. `attach` and `detach` are
-    all-or-nothing: what was done before a failure is undone, and the failure is
-    reported. Chunks that no longer have pages must not be touched: the caller
-    sees to it that no block id of a detached chunk is in use.
+    Consecutive chunks that are attached together are a run: one handle per segment holds
+    their pages, and is cut where only a part of them is detached. With a driver whose
+    handles cannot be cut, each chunk is a run of its own.
+
+    `attach` and `detach` are all-or-nothing: what was done before a failure is undone, and
+    the failure is reported. (Cuts stay. Nobody sees them but for the number of handles.)
+    Chunks that no longer have pages must not be touched: the caller sees to it that no
+    block id of a detached chunk is in use.
+
+    What is slow, creating pages and giving them back, a thread in the background does:
+    after `prepare`, and after every `detach`. The methods themselves are for one thread.
     """
 
     def __init__(
@@ -60,11 +72,12 @@ class KVArena:
         self.segments = tuple(segments)
         self.chunk_blocks = chunk_blocks
         self.capacity_chunks = capacity_chunks
-        self.ranks_sharing = ranks_sharing
         self.nbytes = sum(segment.stride for segment in segments) * chunk_blocks * capacity_chunks
         self.address = driver.reserve(self.nbytes)
-        self._handles: dict[int, list[int]] = {}  # chunk -> one handle per segment
-        self._unreleased: list[int] = []  # mapped nowhere; their release failed and is tried again
+        self._attached = RunTable(self._split)
+        self._stock = PageStock(driver, self._places, self._split, ranks_sharing)
+        # Handles on their way back are mappings too, beside those that the range is cut into.
+        self._max_unreleased = driver.max_mappings and driver.max_mappings // 8
 
     @property
     def chunk_bytes(self) -> int:
@@ -74,19 +87,34 @@ class KVArena:
     @property
     def attached(self) -> frozenset[int]:
         """The chunks that have pages."""
-        return frozenset(self._handles)
+        return self._attached.chunks
 
     @property
     def resident_bytes(self) -> int:
         """Bytes that are attached, by our own account."""
-        return len(self._handles) * self.chunk_bytes
+        return len(self._attached) * self.chunk_bytes
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Bytes that are held for prepared chunks which are not attached."""
+        return self._stock.prepared_bytes
+
+    @property
+    def unreleased_bytes(self) -> int:
+        """Bytes that are unmapped and not given back to the device yet. What could not be
+        given back counts too; every later call tries again.
+        """
+        return self._stock.unreleased_bytes
+
+    @property
+    def busy(self) -> bool:
+        """Whether pages are being made or given back, or are going to be."""
+        return self._stock.background.busy
 
     @property
     def num_handles(self) -> int:
-        """Handles that hold memory: one per attached chunk and segment, and those
-        that could not be released yet.
-        """
-        return len(self._handles) * len(self.segments) + len(self._unreleased)
+        """Handles that hold memory, whether attached, prepared or not released yet."""
+        return sum(len(run.handles) for run in self._attached.runs) + self._stock.num_handles
 
     def reported_bytes(self) -> int:
         """Bytes that are attached, as the system or the driver tells it."""
@@ -98,30 +126,70 @@ class KVArena:
 
     def owned_tensor(self) -> "torch.Tensor":
         """Like `tensor`, but the arena closes when the last view of it is gone."""
-        return self.driver.tensor(self.address, self.nbytes, on_free=self.close)
+        return self.driver.tensor(self.address, self.nbytes, on_free=self._freed)
 
-    def attach(self, chunks: Iterable[int]) -> None:
-        """Give pages to `chunks`; they read as zero.
+    def prepare(self, chunks: Iterable[int]) -> None:
+        """Start to create the pages of `chunks` in the background, for a later `attach`.
+
+        Chunks that are prepared already stay so.
 
         Raises:
             ValueError: A chunk is out of range, named twice, or attached already.
             OutOfMemoryError: The device has too little memory now. Nothing is changed.
+                Where memory runs out later, `attach` tells.
+
+        """
+        chunks = self._checked(chunks, attached=False)
+        self._stock.drop_failed()
+        self._stock.retry()
+        prepared = self._stock.prepared
+        chunks = [chunk for chunk in chunks if chunk not in prepared]
+        if chunks:
+            # Pages on their way back are there by the time that these are made.
+            available = self._stock.available_bytes() + self._stock.unreleased_bytes
+            self._stock.check(len(chunks) * self.chunk_bytes, available)
+            self._stock.prepare(runs_of(chunks, self.driver.divisible))
+
+    def discard_prepared(self) -> None:
+        """Give the pages back, in the background, of all chunks that were prepared and not attached."""
+        self._stock.discard()
+        self._stock.retry()
+
+    def attach(self, chunks: Iterable[int]) -> None:
+        """Give pages to `chunks`; they read as zero.
+
+        Of chunks that were prepared the pages are there, or are waited for. The others'
+        are created now.
+
+        Raises:
+            ValueError: A chunk is out of range, named twice, or attached already.
+            OutOfMemoryError: The device has too little memory now, or had when it came
+                to preparing. Nothing is attached.
             PageDriverError: A call failed. What was done is undone.
             ArenaBrokenError: It could not be undone.
 
         """
         chunks = self._checked(chunks, attached=False)
-        self._release([])
-        self._check_memory(len(chunks) * self.chunk_bytes)
+        self._stock.retry()
+        prepared = self._stock.prepared
+        missing = runs_of((chunk for chunk in chunks if chunk not in prepared), self.driver.divisible)
+        ready = self._stock.wait(chunk for chunk in chunks if chunk in prepared)
+        self._check_memory(sum(run.count for run in missing) * self.chunk_bytes)
         with _Undo() as undo:
-            handles = {chunk: self._map_chunk(chunk, undo) for chunk in chunks}
-        self._handles.update(handles)
+            for run in missing:
+                self._stock.make(run)
+                undo.add(self._stock.give_back, [run])
+            for run in [*ready, *missing]:
+                for handle, (address, _) in zip(run.handles, self._places(run), strict=True):
+                    self.driver.map(address, handle)
+                    undo.add(self.driver.unmap, handle)
+        for run in ready:
+            self._stock.remove(run)
+        for run in [*ready, *missing]:
+            self._attached.add(run)
 
     def detach(self, chunks: Iterable[int]) -> None:
-        """Take the pages of `chunks` and give them back to the device.
-
-        A handle that cannot be released does not count as failure: its chunk is
-        detached, and the next call tries again to give the memory back.
+        """Take the pages of `chunks`, and give them back to the device in the background.
 
         Raises:
             ValueError: A chunk is out of range, named twice, or not attached.
@@ -130,50 +198,65 @@ class KVArena:
 
         """
         chunks = self._checked(chunks, attached=True)
+        if self._max_unreleased and self._stock.num_unreleased > self._max_unreleased:
+            self.settle(_PATIENCE_S)
         self.driver.synchronize()
+        runs = self._attached.take(chunks)
         with _Undo() as undo:
-            for chunk in chunks:
-                for segment, handle in zip(self.segments, self._handles[chunk], strict=True):
+            for run in runs:
+                for handle, (address, _) in zip(run.handles, self._places(run), strict=True):
                     self.driver.unmap(handle)
-                    undo.add(self.driver.map, self._chunk_address(segment, chunk), handle)
-        self._release([handle for chunk in chunks for handle in self._handles.pop(chunk)])
+                    undo.add(self.driver.map, address, handle)
+        for run in runs:
+            self._attached.remove(run)
+        self._stock.give_back(runs)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until the background has nothing to do. Returns whether that is so."""
+        return self._stock.background.settle(timeout_s)
 
     def close(self) -> None:
         """Detach everything and give the range back. The tensor is no longer valid."""
-        self.detach(sorted(self._handles))
+        self.discard_prepared()
+        self.detach(sorted(self.attached))
+        if not self.settle(_CLOSE_S):
+            logger.warning("Elastic KV cache: memory is still being given back after %.0f s", _CLOSE_S)
         if self.nbytes:
             self.driver.unreserve(self.address, self.nbytes)
             self.nbytes = 0
 
-    def _map_chunk(self, chunk: int, undo: "_Undo") -> list[int]:
-        handles = []
-        for segment in self.segments:
-            handle = self.driver.create(segment.stride * self.chunk_blocks)
-            undo.add(self._release, [handle])
-            self.driver.map(self._chunk_address(segment, chunk), handle)
-            undo.add(self.driver.unmap, handle)
-            handles.append(handle)
-        return handles
+    def _freed(self) -> None:
+        """Close, now that nobody has the tensor any more."""
+        if self._stock.background.is_current:  # garbage can be collected on any thread, in the middle of a job
+            self._stock.background.submit(self.close)
+        else:
+            self.close()
 
-    def _release(self, handles: Iterable[int]) -> None:
-        """Release `handles`, and those that could not be released earlier."""
-        pending, self._unreleased = [*self._unreleased, *handles], []
-        for handle in pending:
-            try:
-                self.driver.release(handle)
-            except PageDriverError as error:
-                logger.warning("Elastic KV cache: memory could not be given back, to be tried again: %s", error)
-                self._unreleased.append(handle)
+    def _places(self, run: Run) -> list[tuple[int, int]]:
+        """Address and bytes of a run in each segment."""
+        first, count = run.first * self.chunk_blocks, run.count * self.chunk_blocks
+        return [
+            (self.address + segment.offset + first * segment.stride, count * segment.stride)
+            for segment in self.segments
+        ]
 
-    def _chunk_address(self, segment: Segment, chunk: int) -> int:
-        return self.address + segment.offset + chunk * self.chunk_blocks * segment.stride
+    def _split(self, run: Run, count: int) -> list[int]:
+        """Cut the handles of `run` behind `count` chunks. Returns those of the rest."""
+        blocks = count * self.chunk_blocks
+        return [
+            self.driver.split(handle, blocks * segment.stride)
+            for handle, segment in zip(run.handles, self.segments, strict=True)
+        ]
 
     def _check_memory(self, nbytes: int) -> None:
-        # A device that hands out more than it has may kill the process later instead of failing now.
-        available = self.driver.available_bytes() // self.ranks_sharing
-        if nbytes > available:
-            hint = f"{available} bytes are available to each rank"
-            raise OutOfMemoryError("attach", "out of memory", nbytes, self.driver.device, hint)
+        if not nbytes:
+            return
+        available = self._stock.available_bytes()
+        if nbytes > available and self.busy:
+            # Pages on their way back are not lost, only late.
+            self.settle(_PATIENCE_S)
+            available = self._stock.available_bytes()
+        self._stock.check(nbytes, available)
 
     def _checked(self, chunks: Iterable[int], attached: bool) -> list[int]:
         chunks = list(chunks)
@@ -182,7 +265,7 @@ class KVArena:
         for chunk in chunks:
             if not 0 <= chunk < self.capacity_chunks:
                 raise ValueError(f"chunk {chunk} is not below the capacity of {self.capacity_chunks} chunks")
-            if (chunk in self._handles) != attached:
+            if (chunk in self._attached) != attached:
                 raise ValueError(f"chunk {chunk} is {'not' if attached else 'already'} attached")
         return chunks
 
