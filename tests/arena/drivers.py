@@ -20,6 +20,7 @@ class Indivisible(HostPageDriver):
 # Every driver that has to keep the contract, by the name that a failing test shows.
 CONTRACT = {"host": HostPageDriver, "indivisible": Indivisible}
 
+
 class LargeGranule(HostPageDriver):
     """The host driver with granules of CUDA's size."""
 
@@ -39,19 +40,32 @@ class FaultyDriver(PageDriver):
         self.calls: Counter[str] = Counter()
         self.live: set[int] = set()  # handles that were created and not released
         self._fail: dict[str, tuple[int, bool]] = {}
+        self._held: dict[str, threading.Event] = {}
         self.out_of_memory = False
 
     def fail(self, call: str, number: int = 1, always: bool = False) -> None:
         """Fail the `number`-th `call` from now on, counted from 1, and with `always` every later one."""
         self._fail[call] = (self.calls[call] + number, always)
 
+    def hold(self, call: str) -> None:
+        """Let every `call` wait until `go_on`."""
+        self._held[call] = threading.Event()
+
+    def go_on(self) -> None:
+        for event in self._held.values():
+            event.set()
+        self._held.clear()
+
     def mend(self) -> None:
         self._fail.clear()
+        self.go_on()
 
     def _count(self, call: str, nbytes: int = 0) -> None:
         with self._lock:
             self.calls[call] += 1
             count = self.calls[call]
+        if call in self._held:
+            assert self._held[call].wait(60)
         number, always = self._fail.get(call, (0, False))
         if count == number or (always and count > number):
             kind = OutOfMemoryError if self.out_of_memory else PageDriverError
@@ -123,6 +137,18 @@ def mappings(address: int = 0, nbytes: int = 1 << 63) -> list[tuple[int, int, st
         start, end = (int(part, 16) for part in span.split("-"))
         if start < address + nbytes and end > address:
             found.append((start, end, permissions))
+    return found
+
+
+def mapping_flags() -> list[tuple[int, list[str]]]:
+    """First address and flags of each of the process's mappings."""
+    found, address = [], 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *fields = line.split()
+        if name == "VmFlags:":
+            found.append((address, fields))
+        elif not name.endswith(":"):
+            address = int(name.split("-")[0], 16)
     return found
 
 

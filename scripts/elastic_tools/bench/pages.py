@@ -102,7 +102,7 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 def _arena(driver: HostPageDriver, size_mib: int) -> KVArena:
-    """Room for ``size_mib`` behind a base of one chunk, which makes all other addresses as odd as they are in an engine."""
+    """Room for ``size_mib`` behind a base of one chunk, so that addresses are as odd as they are in an engine."""
     chunks = 1 + round(size_mib * MIB / (SEGMENTS * STRIDE))
     arena = KVArena(driver, [Segment(number * STRIDE * chunks, STRIDE) for number in range(SEGMENTS)], 1, chunks)
     arena.attach([0])
