@@ -7,6 +7,7 @@ import pytest
 from vllm.v1.elastic_kv.page_driver import OutOfMemoryError, PageDriverError
 
 from .arenas import CAPACITY, SEGMENTS, SETTLE_S, check, fill, holds, make_arena, picture
+from .drivers import resident_bytes
 
 
 def background_threads() -> list[threading.Thread]:
@@ -249,3 +250,47 @@ def test_handles_of_neighbours_are_common_if_they_can_be_cut(arena):
     assert arena.driver.calls["unmap"] == SEGMENTS * (1 if divisible else 3)
     assert arena.driver.calls["split"] == 0
     check(arena)
+
+
+@pytest.mark.parametrize("driver_name", ["host", "indivisible"])
+@pytest.mark.parametrize("chunks", ["[2]", "[0]", "[1, 2]", "range(4)"])
+def test_touching_a_detached_chunk_ends_the_process(python_without_vllm, chunks, driver_name):
+    """At once, whether its pages are given back already or not."""
+    result = python_without_vllm(f"""
+import ctypes, threading
+from elastic_kv.arena import KVArena
+from elastic_kv.host_driver import HostPageDriver
+from elastic_kv.layout import Segment
+class Driver(HostPageDriver):
+    divisible = {driver_name == "host"}
+    def release(self, handle):
+        threading.Event().wait()  # never
+arena = KVArena(Driver(), [Segment(0, 1 << 20), Segment(4 << 20, 1 << 20)], 1, 4)
+arena.attach(range(4))
+ctypes.memset(arena.address, 1, arena.nbytes)
+arena.detach({chunks})
+for chunk in sorted(arena.attached):
+    for segment in arena.segments:
+        ctypes.memset(arena.address + segment.offset + chunk * (1 << 20), 1, 1 << 20)
+print("before", flush=True)
+ctypes.string_at(arena.address + (4 << 20) + list({chunks})[-1] * (1 << 20) + 4096 * 17, 1)
+print("after", flush=True)
+""")
+    assert result.returncode == -11, result.stderr
+    assert result.stdout.split() == ["before"]
+
+
+def test_the_memory_of_a_detached_part_goes_back(driver):
+    """Every second chunk of a run, whose pieces are not whole huge pages."""
+    arena = make_arena(driver, strides=[192 << 10] * 3, chunk_blocks=1, capacity=64)
+    empty = resident_bytes()
+    arena.attach(range(64))
+    full = resident_bytes()
+    assert full - empty > 0.9 * arena.nbytes
+    arena.detach(range(0, 64, 2))
+    assert arena.settle(SETTLE_S)
+    assert full - resident_bytes() > 0.9 * arena.nbytes / 2
+    arena.detach(range(1, 64, 2))
+    assert arena.settle(SETTLE_S)
+    assert resident_bytes() - empty < 0.1 * arena.nbytes
+    arena.close()
