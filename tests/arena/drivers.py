@@ -42,6 +42,7 @@ class FaultyDriver(PageDriver):
         self._fail: dict[str, tuple[int, bool]] = {}
         self._held: dict[str, threading.Event] = {}
         self.out_of_memory = False
+        self.max_mappings = inner.max_mappings
 
     def fail(self, call: str, number: int = 1, always: bool = False) -> None:
         """Fail the `number`-th `call` from now on, counted from 1, and with `always` every later one."""
@@ -75,9 +76,7 @@ class FaultyDriver(PageDriver):
     def granule(self):
         return self.inner.granule
 
-    @property
-    def max_mappings(self):
-        return self.inner.max_mappings
+    max_mappings = None  # can be set
 
     def reserve(self, nbytes):
         self._count("reserve", nbytes)

@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from vllm.v1.elastic_kv.arena import ArenaBrokenError, KVArena
+from vllm.v1.elastic_kv.host_driver import HostPageDriver
 from vllm.v1.elastic_kv.layout import Segment, chunk_blocks_of
 from vllm.v1.elastic_kv.page_driver import OutOfMemoryError, PageDriverError
 from vllm.v1.elastic_kv.runs import runs_of
@@ -143,6 +144,34 @@ def test_detach_is_all_or_nothing(arena):
     arena.detach(chunks)
     check(arena)
     assert holds(arena, 1, 2)
+
+
+def test_detach_in_batches_is_all_or_nothing(faulty):
+    """Scattered chunks, more than can wait for their release at a time."""
+    faulty.max_mappings = 8 * 2 * SEGMENTS  # two runs
+    arena = make_arena(faulty)
+    arena.attach(range(CAPACITY))
+    for chunk in range(CAPACITY):
+        fill(arena, chunk, chunk + 1)
+    before = picture(arena)
+    chunks = [1, 3, 5, 7]
+    for number in range(1, 4 * SEGMENTS + 1):
+        faulty.fail("unmap", number)
+        with pytest.raises(PageDriverError, match="unmap"):
+            arena.detach(chunks)
+        assert picture(arena) == before
+        assert all(holds(arena, chunk, chunk + 1) for chunk in range(0, CAPACITY, 2))
+    faulty.fail("unmap", 4 * SEGMENTS)
+    faulty.fail("create", 1)
+    with pytest.raises(ArenaBrokenError, match="could not be undone: create"):
+        arena.detach(chunks)
+    faulty.mend()
+    arena.attach(set(range(CAPACITY)) - arena.attached)
+    arena.detach(chunks)
+    check(arena)
+    assert all(holds(arena, chunk, chunk + 1) for chunk in range(0, CAPACITY, 2))
+    arena.close()
+    assert not faulty.live
 
 
 def test_detach_waits_for_running_work_first(arena):
@@ -360,4 +389,24 @@ def test_arenas_that_share_memory_do_not_count_it_twice(faulty, monkeypatch):
         arena.attach(range(4))
     assert not arena.attached
     arena.attach(range(3))
+    arena.close()
+
+
+def test_the_limit_on_mappings_holds_for_the_worst_cut():
+    """Every second chunk goes and comes back where the range has as many pieces as the driver allows."""
+    driver = HostPageDriver()
+    limit, segments = driver.max_mappings, 4
+    if limit > 100_000:
+        pytest.skip("vm.max_map_count is so high here that reaching it takes minutes")
+    arena = make_arena(driver, strides=[PAGE] * segments, chunk_blocks=1, capacity=limit // segments)
+    chunks = range(arena.capacity_chunks)
+    arena.attach(chunks)
+    arena.detach(chunks[::2])
+    assert arena.reported_bytes() == arena.resident_bytes == len(chunks[1::2]) * arena.chunk_bytes
+    arena.prepare(chunks[::2])
+    assert arena.settle(SETTLE_S)
+    assert 0 < arena.prepared_bytes < len(chunks[::2]) * arena.chunk_bytes
+    arena.attach(chunks[::2])
+    assert arena.reported_bytes() == arena.resident_bytes == arena.nbytes
+    arena.detach(chunks[1::2])
     arena.close()

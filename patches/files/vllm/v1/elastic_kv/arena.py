@@ -76,8 +76,10 @@ class KVArena:
         self.address = driver.reserve(self.nbytes)
         self._attached = RunTable(self._split)
         self._stock = PageStock(driver, self._places, self._split, ranks_sharing)
-        # Handles on their way back are mappings too, beside those that the range is cut into.
-        self._max_unreleased = driver.max_mappings and driver.max_mappings // 8
+        # Handles that are mapped nowhere count as mappings too, beside those that the range is cut into.
+        # On the host an eighth of three quarters leaves the engine with room of its own.
+        handles = driver.max_mappings // 8 if driver.max_mappings is not None else self.nbytes
+        self._max_loose_runs = max(1, handles // len(self.segments))
 
     @property
     def chunk_bytes(self) -> int:
@@ -131,7 +133,8 @@ class KVArena:
     def prepare(self, chunks: Iterable[int]) -> None:
         """Start to create the pages of `chunks` in the background, for a later `attach`.
 
-        Chunks that are prepared already stay so.
+        Chunks that are prepared already stay so. Where `chunks` are many and far from each other,
+        as many are prepared as the limit on mappings allows: `attach` creates the others.
 
         Raises:
             ValueError: A chunk is out of range, named twice, or attached already.
@@ -143,12 +146,13 @@ class KVArena:
         self._stock.drop_failed()
         self._stock.retry()
         prepared = self._stock.prepared
-        chunks = [chunk for chunk in chunks if chunk not in prepared]
-        if chunks:
+        runs = runs_of((chunk for chunk in chunks if chunk not in prepared), self.driver.divisible)
+        runs = runs[: max(0, self._max_loose_runs - self._loose_runs())]
+        if runs:
             # Pages on their way back are there by the time that these are made.
             available = self._stock.available_bytes() + self._stock.unreleased_bytes
-            self._stock.check(len(chunks) * self.chunk_bytes, available)
-            self._stock.prepare(runs_of(chunks, self.driver.divisible))
+            self._stock.check(self._bytes(runs), available)
+            self._stock.prepare(runs)
 
     def discard_prepared(self) -> None:
         """Give the pages back, in the background, of all chunks that were prepared and not attached."""
@@ -174,15 +178,14 @@ class KVArena:
         prepared = self._stock.prepared
         missing = runs_of((chunk for chunk in chunks if chunk not in prepared), self.driver.divisible)
         ready = self._stock.wait(chunk for chunk in chunks if chunk in prepared)
-        self._check_memory(sum(run.count for run in missing) * self.chunk_bytes)
+        self._check_memory(self._bytes(missing))
         with _Undo() as undo:
+            for run in ready:
+                self._map(run, undo)
             for run in missing:
                 self._stock.make(run)
                 undo.add(self._stock.give_back, [run])
-            for run in [*ready, *missing]:
-                for handle, (address, _) in zip(run.handles, self._places(run), strict=True):
-                    self.driver.map(address, handle)
-                    undo.add(self.driver.unmap, handle)
+                self._map(run, undo)
         for run in ready:
             self._stock.remove(run)
         for run in [*ready, *missing]:
@@ -198,18 +201,16 @@ class KVArena:
 
         """
         chunks = self._checked(chunks, attached=True)
-        if self._max_unreleased and self._stock.num_unreleased > self._max_unreleased:
-            self.settle(_PATIENCE_S)
+        self._stock.retry()
         self.driver.synchronize()
         runs = self._attached.take(chunks)
+        size = self._max_loose_runs
         with _Undo() as undo:
-            for run in runs:
-                for handle, (address, _) in zip(run.handles, self._places(run), strict=True):
-                    self.driver.unmap(handle)
-                    undo.add(self.driver.map, address, handle)
-        for run in runs:
-            self._attached.remove(run)
-        self._stock.give_back(runs)
+            for batch in (runs[start : start + size] for start in range(0, len(runs), size)):
+                self._detach(batch)
+                # Only more mappings than can wait at a time make a second batch. What the first one held is gone by
+                # then, but nobody needs it: should the second fail, the first is to have pages, of whatever content.
+                undo.add(self.attach, [chunk for run in batch for chunk in range(run.first, run.end)])
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until the background has nothing to do. Returns whether that is so."""
@@ -231,6 +232,30 @@ class KVArena:
             self._stock.background.submit(self.close)
         else:
             self.close()
+
+    def _map(self, run: Run, undo: "_Undo") -> None:
+        for handle, (address, _) in zip(run.handles, self._places(run), strict=True):
+            self.driver.map(address, handle)
+            undo.add(self.driver.unmap, handle)
+
+    def _detach(self, runs: list[Run]) -> None:
+        if self._loose_runs() + len(runs) > self._max_loose_runs:
+            self.settle(_PATIENCE_S)
+        with _Undo() as undo:
+            for run in runs:
+                for handle, (address, _) in zip(run.handles, self._places(run), strict=True):
+                    self.driver.unmap(handle)
+                    undo.add(self.driver.map, address, handle)
+        for run in runs:
+            self._attached.remove(run)
+        self._stock.give_back(runs)
+
+    def _loose_runs(self) -> int:
+        """Runs that are, or are going to be, mapped nowhere."""
+        return self._stock.num_prepared_runs + self._stock.num_unreleased // len(self.segments)
+
+    def _bytes(self, runs: Iterable[Run]) -> int:
+        return sum(run.count for run in runs) * self.chunk_bytes
 
     def _places(self, run: Run) -> list[tuple[int, int]]:
         """Address and bytes of a run in each segment."""

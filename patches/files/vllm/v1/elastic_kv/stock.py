@@ -78,6 +78,11 @@ class PageStock:
             return sum(self._unreleased.values())
 
     @property
+    def num_prepared_runs(self) -> int:
+        """Runs of prepared chunks."""
+        return len(self._prepared.runs)
+
+    @property
     def num_unreleased(self) -> int:
         """Handles that are not needed any more and hold memory."""
         return len(self._unreleased)
