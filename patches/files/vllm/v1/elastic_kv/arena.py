@@ -2,6 +2,7 @@
 """One reservation, and the chunks of it that have pages."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -76,10 +77,10 @@ class KVArena:
         self.address = driver.reserve(self.nbytes)
         self._attached = RunTable(self._split)
         self._stock = PageStock(driver, self._places, self._split, ranks_sharing)
-        # Handles that are mapped nowhere count as mappings too, beside those that the range is cut into.
-        # On the host an eighth of three quarters leaves the engine with room of its own.
-        handles = driver.max_mappings // 8 if driver.max_mappings is not None else self.nbytes
-        self._max_loose_runs = max(1, handles // len(self.segments))
+        # Handles that are mapped nowhere are mappings of the process too, beside the pieces of the range.
+        # An eighth as many leaves the engine some of the quarter that the host driver does not use.
+        limit = driver.max_mappings
+        self._max_loose_runs = sys.maxsize if limit is None else max(1, limit // 8 // len(self.segments))
 
     @property
     def chunk_bytes(self) -> int:
