@@ -1,15 +1,24 @@
 """Page drivers for tests, and what tests ask the system about memory."""
 
+import threading
 from collections import Counter
 from pathlib import Path
 
 from vllm.v1.elastic_kv.host_driver import HostPageDriver
 from vllm.v1.elastic_kv.page_driver import OutOfMemoryError, PageDriver, PageDriverError
 
-# Every driver that has to keep the contract, by the name that a failing test shows.
-CONTRACT = {"host": HostPageDriver}
 
-CALLS = ("reserve", "create", "map", "unmap", "release", "unreserve", "synchronize")
+class Indivisible(HostPageDriver):
+    """The host driver with handles that cannot be cut, as on CUDA."""
+
+    divisible = False
+
+    def split(self, handle, nbytes):
+        raise ValueError("handles of this driver cannot be cut")
+
+
+# Every driver that has to keep the contract, by the name that a failing test shows.
+CONTRACT = {"host": HostPageDriver, "indivisible": Indivisible}
 
 
 class LargeGranule(HostPageDriver):
@@ -25,23 +34,41 @@ class FaultyDriver(PageDriver):
 
     def __init__(self, inner: PageDriver) -> None:
         self.inner = inner
+        self.divisible = inner.divisible
+        self._lock = threading.Lock()  # the arena calls from two threads
         self.device = inner.device
         self.calls: Counter[str] = Counter()
         self.live: set[int] = set()  # handles that were created and not released
         self._fail: dict[str, tuple[int, bool]] = {}
+        self._held: dict[str, threading.Event] = {}
         self.out_of_memory = False
+        self.max_mappings = inner.max_mappings
 
     def fail(self, call: str, number: int = 1, always: bool = False) -> None:
         """Fail the `number`-th `call` from now on, counted from 1, and with `always` every later one."""
         self._fail[call] = (self.calls[call] + number, always)
 
+    def hold(self, call: str) -> None:
+        """Let every `call` wait until `go_on`."""
+        self._held[call] = threading.Event()
+
+    def go_on(self) -> None:
+        for event in self._held.values():
+            event.set()
+        self._held.clear()
+
     def mend(self) -> None:
         self._fail.clear()
+        self.go_on()
 
     def _count(self, call: str, nbytes: int = 0) -> None:
-        self.calls[call] += 1
+        with self._lock:
+            self.calls[call] += 1
+            count = self.calls[call]
+        if call in self._held:
+            assert self._held[call].wait(60)
         number, always = self._fail.get(call, (0, False))
-        if self.calls[call] == number or (always and self.calls[call] > number):
+        if count == number or (always and count > number):
             kind = OutOfMemoryError if self.out_of_memory else PageDriverError
             raise kind(call, "made to fail", nbytes, self.device)
 
@@ -49,9 +76,7 @@ class FaultyDriver(PageDriver):
     def granule(self):
         return self.inner.granule
 
-    @property
-    def max_mappings(self):
-        return self.inner.max_mappings
+    max_mappings = None  # can be set
 
     def reserve(self, nbytes):
         self._count("reserve", nbytes)
@@ -61,9 +86,9 @@ class FaultyDriver(PageDriver):
         self._count("unreserve", nbytes)
         self.inner.unreserve(address, nbytes)
 
-    def create(self, nbytes):
+    def create(self, nbytes, address=0):
         self._count("create", nbytes)
-        handle = self.inner.create(nbytes)
+        handle = self.inner.create(nbytes, address)
         self.live.add(handle)
         return handle
 
@@ -79,6 +104,12 @@ class FaultyDriver(PageDriver):
     def unmap(self, handle):
         self._count("unmap")
         self.inner.unmap(handle)
+
+    def split(self, handle, nbytes):
+        self._count("split", nbytes)
+        rest = self.inner.split(handle, nbytes)
+        self.live.add(rest)
+        return rest
 
     def synchronize(self):
         self._count("synchronize")
@@ -105,6 +136,18 @@ def mappings(address: int = 0, nbytes: int = 1 << 63) -> list[tuple[int, int, st
         start, end = (int(part, 16) for part in span.split("-"))
         if start < address + nbytes and end > address:
             found.append((start, end, permissions))
+    return found
+
+
+def mapping_flags() -> list[tuple[int, list[str]]]:
+    """First address and flags of each of the process's mappings."""
+    found, address = [], 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *fields = line.split()
+        if name == "VmFlags:":
+            found.append((address, fields))
+        elif not name.endswith(":"):
+            address = int(name.split("-")[0], 16)
     return found
 
 

@@ -1,10 +1,13 @@
 """The contract that every page driver keeps."""
 
+import threading
+
 import pytest
 import torch
-from vllm.v1.elastic_kv.page_driver import PageDriver, make_driver
+from vllm.v1.elastic_kv.host_driver import HostPageDriver
+from vllm.v1.elastic_kv.page_driver import OutOfMemoryError, PageDriver, PageDriverError, make_driver
 
-from .drivers import mappings, resident_bytes
+from .drivers import mapping_flags, mappings, resident_bytes
 
 GRANULES = 4  # in the handles of most tests
 COUNT = 8  # handles that fit the reservation of most tests
@@ -320,35 +323,202 @@ def test_a_driver_for_another_device_is_refused(name, device):
         make_driver(name, device)
 
 
-@pytest.mark.parametrize("broken", ["mremap", "mmap", "mprotect"])
-def test_an_unmap_that_fails_leaves_the_pages_as_they_were(monkeypatch, broken):
-    """Host only: each of its three calls fails in turn, once."""
-    from vllm.v1.elastic_kv.host_driver import HostPageDriver
-    from vllm.v1.elastic_kv.page_driver import PageDriverError
+class TestUnmapThatFails:
+    """Host only: the pages are as they were."""
 
-    driver = HostPageDriver()
-    size = 4 * driver.granule
-    space = driver.reserve(size)
-    handle = driver.create(size)
-    driver.map(space, handle)
-    pages = driver.tensor(space, size)
-    pages.fill_(7)
-    name = "_status" if broken == "mprotect" else "_address"
-    real, failures = getattr(driver, name), [1]
+    @pytest.mark.parametrize("granules", [4, 1024])
+    @pytest.mark.parametrize(
+        "broken",
+        [
+            ["mremap"],
+            ["mmap"],
+            ["mremap: no memory", "mprotect"],
+            ["mremap: no memory", "mremap: no memory"],
+            ["mremap: no memory", "mmap"],
+        ],
+        ids=" ".join,
+    )
+    def test_each_call_in_turn(self, monkeypatch, broken, granules):
+        driver = HostPageDriver()
+        size = granules * driver.granule
+        space = driver.reserve(size)
+        handle = driver.create(size)
+        driver.map(space, handle)
+        pages = driver.tensor(space, size)
+        pages.fill_(7)
+        to_fail = list(broken)
 
-    def call(what, nbytes, *arguments):
-        if what == broken and failures:
-            failures.pop()
-            raise PageDriverError(what, "EAGAIN", nbytes, "host")
-        return real(what, nbytes, *arguments)
+        def breaking(real):
+            def call(what, nbytes, *arguments):
+                covers = what != "mmap" or arguments[0] is not None  # and does not only look for room
+                if to_fail and what == to_fail[0].split(":")[0] and covers:
+                    kind = OutOfMemoryError if "no memory" in to_fail.pop(0) else PageDriverError
+                    raise kind(what, "made to fail", nbytes, "host")
+                return real(what, nbytes, *arguments)
 
-    monkeypatch.setattr(driver, name, call)
-    with pytest.raises(PageDriverError, match=broken):
+            return call
+
+        monkeypatch.setattr(driver, "_status", breaking(driver._status))
+        monkeypatch.setattr(driver, "_address", breaking(driver._address))
+        with pytest.raises(PageDriverError, match=broken[-1].split(":")[0]):
+            driver.unmap(handle)
+        assert not to_fail
+        assert (pages == 7).all()
+        pages.fill_(8)  # still writable
+        assert driver.reported_bytes(space, size) == size
         driver.unmap(handle)
-    assert (pages == 7).all()
-    pages.fill_(8)  # still writable
-    assert driver.reported_bytes(space, size) == size
-    driver.unmap(handle)
-    assert driver.reported_bytes(space, size) == 0
+        assert driver.reported_bytes(space, size) == 0
+        driver.release(handle)
+        driver.unreserve(space, size)
+
+    @pytest.mark.parametrize("size", [1 << 20, 64 << 20])
+    def test_a_limit_on_data_does_not_make_it_fail(self, python_without_vllm, size):
+        """The move wants room for the pages twice, if only for a moment."""
+        result = python_without_vllm(f"""
+import ctypes, resource
+from elastic_kv.host_driver import HostPageDriver
+driver = HostPageDriver()
+space = driver.reserve({size})
+handle = driver.create({size})
+driver.map(space, handle)
+ctypes.memset(space, 7, {size})
+used = int(dict(line.split(":", 1) for line in open("/proc/self/status"))["VmData"].split()[0]) << 10
+old = resource.getrlimit(resource.RLIMIT_DATA)
+resource.setrlimit(resource.RLIMIT_DATA, (used + {size // 2}, old[1]))
+driver.unmap(handle)
+resource.setrlimit(resource.RLIMIT_DATA, old)
+rest = driver.split(handle, {size // 2})
+driver.map(space, rest)
+driver.map(space + {size // 2}, handle)
+assert ctypes.string_at(space, {size}) == b"\\7" * {size}
+ctypes.memset(space, 8, {size})
+""")
+        assert result.returncode == 0, result.stderr
+
+
+class TestSplit:
+    @pytest.fixture(autouse=True)
+    def _divisible(self, driver):
+        if not driver.divisible:
+            pytest.skip("the driver's handles cannot be cut")
+
+    @pytest.mark.parametrize("when", ["mapped", "new", "unmapped"])
+    def test_both_parts_keep_their_pages(self, driver, space, size, when):
+        whole = driver.create(size)
+        driver.map(space, whole)
+        driver.tensor(space, size)[:] = torch.arange(size, dtype=torch.int64).to(torch.int8)
+        expected = driver.tensor(space, size).clone()
+        if when == "unmapped":
+            driver.unmap(whole)
+        elif when == "new":
+            drop(driver, whole)
+            whole = driver.create(size)
+            expected.zero_()
+        rest = driver.split(whole, driver.granule)
+        assert rest != whole
+        if when == "mapped":
+            assert torch.equal(driver.tensor(space, size), expected)
+            driver.unmap(whole)
+            driver.unmap(rest)
+        driver.map(space + size, whole)
+        driver.map(space + 3 * size, rest)
+        assert torch.equal(driver.tensor(space + size, driver.granule), expected[: driver.granule])
+        left = size - driver.granule
+        assert torch.equal(driver.tensor(space + 3 * size, left), expected[driver.granule :])
+        assert driver.reported_bytes(space, size * COUNT) == size
+        drop(driver, whole, rest)
+
+    def test_a_part_can_go_while_the_other_stays(self, driver, space):
+        size = 64 * driver.granule
+        space = driver.reserve(size)
+        whole = driver.create(size, space)
+        driver.map(space, whole)
+        driver.tensor(space, size).fill_(7)
+        middle = driver.split(whole, size // 4)
+        end = driver.split(middle, size // 2)
+        drop(driver, middle)
+        assert driver.reported_bytes(space, size) == size // 2
+        assert (driver.tensor(space, size // 4) == 7).all()
+        assert (driver.tensor(space + 3 * size // 4, size // 4) == 7).all()
+        new = driver.create(size // 2)
+        driver.map(space + size // 4, new)
+        assert not driver.tensor(space + size // 4, size // 2).any()
+        drop(driver, whole, end, new)
+        driver.unreserve(space, size)
+
+    def test_misuse(self, driver, space, size):
+        whole = driver.create(size)
+        for nbytes in (0, 1, -driver.granule, size, size + driver.granule, driver.granule + 1):
+            with pytest.raises(ValueError, match=str(nbytes)):
+                driver.split(whole, nbytes)
+        with pytest.raises(ValueError, match="987654"):
+            driver.split(987654, driver.granule)
+        driver.map(space, whole)
+        rest = driver.split(whole, driver.granule)
+        with pytest.raises(ValueError, match="still mapped"):
+            driver.release(rest)
+        other = driver.create(driver.granule)
+        with pytest.raises(ValueError, match="have pages already"):
+            driver.map(space + driver.granule, other)
+        driver.release(other)
+        with pytest.raises(ValueError, match="already mapped"):
+            driver.map(space + size, rest)
+        drop(driver, whole, rest)
+
+
+def test_handles_that_cannot_be_cut_are_not(driver, size):
+    if driver.divisible:
+        pytest.skip("the driver's handles can be cut")
+    handle = driver.create(size)
+    with pytest.raises(ValueError, match="cut"):
+        driver.split(handle, driver.granule)
     driver.release(handle)
+
+
+def test_pages_can_be_made_and_given_back_beside_other_calls(driver, space, size):
+    """Two threads; the sums are checked at the end, since a table that lost an entry would show there."""
+    mapped, failures = [driver.create(size) for _ in range(COUNT)], []
+
+    def make_and_give_back() -> None:
+        try:
+            for _ in range(300):
+                driver.release(driver.create(size))
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=make_and_give_back) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for turn in range(100):
+        for place, handle in enumerate(mapped):
+            driver.map(space + (place + turn) % COUNT * size, handle)
+        for handle in mapped:
+            driver.unmap(handle)
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert driver.reported_bytes(space, size * COUNT) == 0
+    for handle in mapped:
+        driver.release(handle)
+
+
+def test_no_huge_pages_so_that_parts_really_go(driver):
+    """Host only. A huge page that is unmapped in part keeps all its memory, though it no longer counts as resident."""
+    size = 64 << 20
+    space = driver.reserve(size)
+    handle = driver.create(size, space)
+    driver.map(space, handle)
+    (flags,) = [flags for address, flags in mapping_flags() if address == space]
+    assert "nh" in flags  # VM_NOHUGEPAGE, proc_pid_smaps(5)
+    before = resident_bytes()
+    if driver.divisible:
+        odd = []
+        for _ in range(1, 16):
+            odd.append(handle)
+            handle = driver.split(handle, 4 << 20)
+        drop(driver, *odd[::2])
+        assert before - resident_bytes() > 0.9 * size / 2
+        drop(driver, *odd[1::2])
+    drop(driver, handle)
+    assert before - resident_bytes() > 0.9 * size
     driver.unreserve(space, size)

@@ -5,11 +5,10 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import torch
-from arena.drivers import FaultyDriver
+from arena.drivers import FaultyDriver, Indivisible
 from pool.pools import TOKENS, check, make_arena, make_layout, make_pool
 from vllm.config.elastic_kv import ElasticKVConfig
 from vllm.v1.elastic_kv.controller import ElasticKVController
-from vllm.v1.elastic_kv.host_driver import HostPageDriver
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
 SPEC = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
@@ -53,9 +52,16 @@ class Executor:
         while self._waiting:
             future, function, args = self._waiting.popleft()
             try:
-                future.set_result([function(worker, *args) for worker in self.workers])
+                future.set_result([self._call(worker, function, args) for worker in self.workers])
             except Exception as error:
                 future.set_exception(error)
+
+    def _call(self, worker, function, args):
+        try:
+            return function(worker, *args)
+        finally:
+            # What a worker tells next then does not depend on how far its background has come.
+            assert worker.model_runner.kv_cache_config.elastic_kv.arena.settle(60.0)
 
 
 class Engine:
@@ -63,7 +69,8 @@ class Engine:
 
     def __init__(self, ranks=2, chunk_blocks=2, base=1, start=3, capacity=8, strides=None) -> None:
         self.layout = make_layout(chunk_blocks, base, start, capacity)
-        self.drivers = [FaultyDriver(HostPageDriver()) for _ in range(ranks)]
+        # One handle for each chunk and segment, so that a test can say which call fails.
+        self.drivers = [FaultyDriver(Indivisible()) for _ in range(ranks)]
         strides = strides or [4096] * ranks
         self.arenas = [
             make_arena(self.layout, driver, stride) for driver, stride in zip(self.drivers, strides, strict=True)

@@ -31,7 +31,9 @@ def test_the_state_tells_all_sizes(server):
     assert state["blocks"]["base"] == state["chunk_blocks"]
     assert state["bytes"]["resident"] == state["blocks"]["resident"] * per_block
     assert [rank["rank"] for rank in state["ranks"]] == [0]
-    assert state["ranks"][0]["handles"] == 30 * state["blocks"]["resident"] // state["chunk_blocks"]
+    handles = state["ranks"][0]["handles"]  # one for each layer and run of chunks
+    assert handles % 30 == 0
+    assert 30 <= handles <= 30 * state["blocks"]["resident"] // state["chunk_blocks"]
     assert state["last"]["to"] == state["blocks"]["capacity"]
 
 

@@ -2,16 +2,22 @@
 """One reservation, and the chunks of it that have pages."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .layout import Segment
-from .page_driver import OutOfMemoryError, PageDriver, PageDriverError
+from .page_driver import PageDriver, PageDriverError
+from .runs import Run, RunTable, runs_of
+from .stock import PageStock
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 5.0  # how long to wait for memory, or for mappings, that are just being given back
+_CLOSE_S = 60.0
 
 
 class ArenaBrokenError(RuntimeError):
@@ -24,10 +30,17 @@ class ArenaBrokenError(RuntimeError):
 class KVArena:
     """The memory of one rank's KV cache: a stable range of `capacity_chunks` chunks.
 
-    A chunk is mapped with one handle per segment. `attach` and `detach` are
-    all-or-nothing: what was done before a failure is undone, and the failure is
-    reported. Chunks that no longer have pages must not be touched: the caller
-    sees to it that no block id of a detached chunk is in use.
+    Consecutive chunks that are attached together are a run: one handle per segment holds
+    their pages, and is cut where only a part of them is detached. With a driver whose
+    handles cannot be cut, each chunk is a run of its own.
+
+    `attach` and `detach` are all-or-nothing: what was done before a failure is undone, and
+    the failure is reported. (Cuts stay. Nobody sees them but for the number of handles.)
+    Chunks that no longer have pages must not be touched: the caller sees to it that no
+    block id of a detached chunk is in use.
+
+    What is slow, creating pages and giving them back, a thread in the background does:
+    after `prepare`, and after every `detach`. The methods themselves are for one thread.
     """
 
     def __init__(
@@ -60,11 +73,14 @@ class KVArena:
         self.segments = tuple(segments)
         self.chunk_blocks = chunk_blocks
         self.capacity_chunks = capacity_chunks
-        self.ranks_sharing = ranks_sharing
         self.nbytes = sum(segment.stride for segment in segments) * chunk_blocks * capacity_chunks
         self.address = driver.reserve(self.nbytes)
-        self._handles: dict[int, list[int]] = {}  # chunk -> one handle per segment
-        self._unreleased: list[int] = []  # mapped nowhere; their release failed and is tried again
+        self._attached = RunTable(self._split)
+        self._stock = PageStock(driver, self._places, self._split, ranks_sharing)
+        # Handles that are mapped nowhere are mappings of the process too, beside the pieces of the range.
+        # An eighth as many leaves the engine some of the quarter that the host driver does not use.
+        limit = driver.max_mappings
+        self._max_loose_runs = sys.maxsize if limit is None else max(1, limit // 8 // len(self.segments))
 
     @property
     def chunk_bytes(self) -> int:
@@ -74,19 +90,34 @@ class KVArena:
     @property
     def attached(self) -> frozenset[int]:
         """The chunks that have pages."""
-        return frozenset(self._handles)
+        return self._attached.chunks
 
     @property
     def resident_bytes(self) -> int:
         """Bytes that are attached, by our own account."""
-        return len(self._handles) * self.chunk_bytes
+        return len(self._attached) * self.chunk_bytes
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Bytes that are held for prepared chunks which are not attached."""
+        return self._stock.prepared_bytes
+
+    @property
+    def unreleased_bytes(self) -> int:
+        """Bytes that are unmapped and not given back to the device yet. What could not be
+        given back counts too; every later call tries again.
+        """
+        return self._stock.unreleased_bytes
+
+    @property
+    def busy(self) -> bool:
+        """Whether pages are being made or given back, or are going to be."""
+        return self._stock.background.busy
 
     @property
     def num_handles(self) -> int:
-        """Handles that hold memory: one per attached chunk and segment, and those
-        that could not be released yet.
-        """
-        return len(self._handles) * len(self.segments) + len(self._unreleased)
+        """Handles that hold memory, whether attached, prepared or not released yet."""
+        return sum(len(run.handles) for run in self._attached.runs) + self._stock.num_handles
 
     def reported_bytes(self) -> int:
         """Bytes that are attached, as the system or the driver tells it."""
@@ -98,24 +129,68 @@ class KVArena:
 
     def owned_tensor(self) -> "torch.Tensor":
         """Like `tensor`, but the arena closes when the last view of it is gone."""
-        return self.driver.tensor(self.address, self.nbytes, on_free=self.close)
+        return self.driver.tensor(self.address, self.nbytes, on_free=self._freed)
 
-    def attach(self, chunks: Iterable[int]) -> None:
-        """Give pages to `chunks`; they read as zero.
+    def prepare(self, chunks: Iterable[int]) -> None:
+        """Start to create the pages of `chunks` in the background, for a later `attach`.
+
+        Chunks that are prepared already stay so. Where `chunks` are many and far from each other,
+        as many are prepared as the limit on mappings allows: `attach` creates the others.
 
         Raises:
             ValueError: A chunk is out of range, named twice, or attached already.
             OutOfMemoryError: The device has too little memory now. Nothing is changed.
+                Where memory runs out later, `attach` tells.
+
+        """
+        chunks = self._checked(chunks, attached=False)
+        self._stock.drop_failed()
+        self._stock.retry()
+        prepared = self._stock.prepared
+        runs = runs_of((chunk for chunk in chunks if chunk not in prepared), self.driver.divisible)
+        runs = runs[: max(0, self._max_loose_runs - self._loose_runs())]
+        if runs:
+            # Pages on their way back are there by the time that these are made.
+            available = self._stock.available_bytes() + self._stock.unreleased_bytes
+            self._stock.check(self._bytes(runs), available)
+            self._stock.prepare(runs)
+
+    def discard_prepared(self) -> None:
+        """Give the pages back, in the background, of all chunks that were prepared and not attached."""
+        self._stock.discard()
+        self._stock.retry()
+
+    def attach(self, chunks: Iterable[int]) -> None:
+        """Give pages to `chunks`; they read as zero.
+
+        Of chunks that were prepared the pages are there, or are waited for. The others'
+        are created now.
+
+        Raises:
+            ValueError: A chunk is out of range, named twice, or attached already.
+            OutOfMemoryError: The device has too little memory now, or had when it came
+                to preparing. Nothing is attached.
             PageDriverError: A call failed. What was done is undone.
             ArenaBrokenError: It could not be undone.
 
         """
         chunks = self._checked(chunks, attached=False)
-        self._release([])
-        self._check_memory(len(chunks) * self.chunk_bytes)
+        self._stock.retry()
+        prepared = self._stock.prepared
+        missing = runs_of((chunk for chunk in chunks if chunk not in prepared), self.driver.divisible)
+        ready = self._stock.wait(chunk for chunk in chunks if chunk in prepared)
+        self._check_memory(self._bytes(missing))
         with _Undo() as undo:
-            handles = {chunk: self._map_chunk(chunk, undo) for chunk in chunks}
-        self._handles.update(handles)
+            for run in ready:
+                self._map(run, undo)
+            for run in missing:
+                self._stock.make(run)
+                undo.add(self._stock.give_back, [run])
+                self._map(run, undo)
+        for run in ready:
+            self._stock.remove(run)
+        for run in [*ready, *missing]:
+            self._attached.add(run)
 
     busy = False
 
@@ -126,10 +201,7 @@ class KVArena:
         pass
 
     def detach(self, chunks: Iterable[int]) -> None:
-        """Take the pages of `chunks` and give them back to the device.
-
-        A handle that cannot be released does not count as failure: its chunk is
-        detached, and the next call tries again to give the memory back.
+        """Take the pages of `chunks`, and give them back to the device in the background.
 
         Raises:
             ValueError: A chunk is out of range, named twice, or not attached.
@@ -138,50 +210,87 @@ class KVArena:
 
         """
         chunks = self._checked(chunks, attached=True)
+        self._stock.retry()
         self.driver.synchronize()
+        runs = self._attached.take(chunks)
+        size = self._max_loose_runs
         with _Undo() as undo:
-            for chunk in chunks:
-                for segment, handle in zip(self.segments, self._handles[chunk], strict=True):
-                    self.driver.unmap(handle)
-                    undo.add(self.driver.map, self._chunk_address(segment, chunk), handle)
-        self._release([handle for chunk in chunks for handle in self._handles.pop(chunk)])
+            for batch in (runs[start : start + size] for start in range(0, len(runs), size)):
+                self._detach(batch)
+                # Only more mappings than can wait at a time make a second batch. What the first one held is gone by
+                # then, but nobody needs it: should the second fail, the first is to have pages, of whatever content.
+                undo.add(self.attach, [chunk for run in batch for chunk in range(run.first, run.end)])
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until the background has nothing to do. Returns whether that is so."""
+        return self._stock.background.settle(timeout_s)
 
     def close(self) -> None:
         """Detach everything and give the range back. The tensor is no longer valid."""
-        self.detach(sorted(self._handles))
+        self.discard_prepared()
+        self.detach(sorted(self.attached))
+        if not self.settle(_CLOSE_S):
+            logger.warning("Elastic KV cache: memory is still being given back after %.0f s", _CLOSE_S)
         if self.nbytes:
             self.driver.unreserve(self.address, self.nbytes)
             self.nbytes = 0
 
-    def _map_chunk(self, chunk: int, undo: "_Undo") -> list[int]:
-        handles = []
-        for segment in self.segments:
-            handle = self.driver.create(segment.stride * self.chunk_blocks)
-            undo.add(self._release, [handle])
-            self.driver.map(self._chunk_address(segment, chunk), handle)
+    def _freed(self) -> None:
+        """Close, now that nobody has the tensor any more."""
+        if self._stock.background.is_current:  # garbage can be collected on any thread, in the middle of a job
+            self._stock.background.submit(self.close)
+        else:
+            self.close()
+
+    def _map(self, run: Run, undo: "_Undo") -> None:
+        for handle, (address, _) in zip(run.handles, self._places(run), strict=True):
+            self.driver.map(address, handle)
             undo.add(self.driver.unmap, handle)
-            handles.append(handle)
-        return handles
 
-    def _release(self, handles: Iterable[int]) -> None:
-        """Release `handles`, and those that could not be released earlier."""
-        pending, self._unreleased = [*self._unreleased, *handles], []
-        for handle in pending:
-            try:
-                self.driver.release(handle)
-            except PageDriverError as error:
-                logger.warning("Elastic KV cache: memory could not be given back, to be tried again: %s", error)
-                self._unreleased.append(handle)
+    def _detach(self, runs: list[Run]) -> None:
+        if self._loose_runs() + len(runs) > self._max_loose_runs:
+            self.settle(_PATIENCE_S)
+        with _Undo() as undo:
+            for run in runs:
+                for handle, (address, _) in zip(run.handles, self._places(run), strict=True):
+                    self.driver.unmap(handle)
+                    undo.add(self.driver.map, address, handle)
+        for run in runs:
+            self._attached.remove(run)
+        self._stock.give_back(runs)
 
-    def _chunk_address(self, segment: Segment, chunk: int) -> int:
-        return self.address + segment.offset + chunk * self.chunk_blocks * segment.stride
+    def _loose_runs(self) -> int:
+        """Runs that are, or are going to be, mapped nowhere."""
+        return self._stock.num_prepared_runs + self._stock.num_unreleased // len(self.segments)
+
+    def _bytes(self, runs: Iterable[Run]) -> int:
+        return sum(run.count for run in runs) * self.chunk_bytes
+
+    def _places(self, run: Run) -> list[tuple[int, int]]:
+        """Address and bytes of a run in each segment."""
+        first, count = run.first * self.chunk_blocks, run.count * self.chunk_blocks
+        return [
+            (self.address + segment.offset + first * segment.stride, count * segment.stride)
+            for segment in self.segments
+        ]
+
+    def _split(self, run: Run, count: int) -> list[int]:
+        """Cut the handles of `run` behind `count` chunks. Returns those of the rest."""
+        blocks = count * self.chunk_blocks
+        return [
+            self.driver.split(handle, blocks * segment.stride)
+            for handle, segment in zip(run.handles, self.segments, strict=True)
+        ]
 
     def _check_memory(self, nbytes: int) -> None:
-        # A device that hands out more than it has may kill the process later instead of failing now.
-        available = self.driver.available_bytes() // self.ranks_sharing
-        if nbytes > available:
-            hint = f"{available} bytes are available to each rank"
-            raise OutOfMemoryError("attach", "out of memory", nbytes, self.driver.device, hint)
+        if not nbytes:
+            return
+        available = self._stock.available_bytes()
+        if nbytes > available and self.busy:
+            # Pages on their way back are not lost, only late.
+            self.settle(_PATIENCE_S)
+            available = self._stock.available_bytes()
+        self._stock.check(nbytes, available)
 
     def _checked(self, chunks: Iterable[int], attached: bool) -> list[int]:
         chunks = list(chunks)
@@ -190,7 +299,7 @@ class KVArena:
         for chunk in chunks:
             if not 0 <= chunk < self.capacity_chunks:
                 raise ValueError(f"chunk {chunk} is not below the capacity of {self.capacity_chunks} chunks")
-            if (chunk in self._handles) != attached:
+            if (chunk in self._attached) != attached:
                 raise ValueError(f"chunk {chunk} is {'not' if attached else 'already'} attached")
         return chunks
 

@@ -2,6 +2,7 @@
 """What a page driver does, and how it fails."""
 
 import os
+import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Callable
@@ -44,9 +45,15 @@ class PageDriver(ABC):
     - `unmap` does not wait for work that uses the pages: call `synchronize` first.
 
     A call that breaks one of them raises ValueError and changes nothing; `Ledger` sees to that.
+
+    Threads: `create` and `release` may be called from any thread, and run beside every other
+    call, as long as no two calls are about the same handle at a time. All other calls come
+    from one thread.
     """
 
     name: ClassVar[str]
+    # Whether `split` works, so that a part of what one handle holds can be unmapped and released.
+    divisible: ClassVar[bool]
     device: str
 
     @property
@@ -68,8 +75,13 @@ class PageDriver(ABC):
         """Give back a whole reservation in which nothing is mapped."""
 
     @abstractmethod
-    def create(self, nbytes: int) -> int:
+    def create(self, nbytes: int, address: int = 0) -> int:
         """Take `nbytes` of physical memory. Returns a handle.
+
+        Args:
+            nbytes: The size.
+            address: Where it is going to be mapped, if that is known: some drivers then
+                map it faster. It may still be mapped anywhere.
 
         Raises:
             OutOfMemoryError: The device has no such memory now.
@@ -87,6 +99,15 @@ class PageDriver(ABC):
     @abstractmethod
     def unmap(self, handle: int) -> None:
         """Take the pages of `handle` away from its address, which stays reserved."""
+
+    @abstractmethod
+    def split(self, handle: int, nbytes: int) -> int:
+        """Cut a handle in two. Its first `nbytes` stay with it; a new handle, which is
+        returned, has the rest. The pages stay where they are, mapped or not.
+
+        This changes the books and nothing else, so that it does not fail. Drivers that
+        are not `divisible` refuse it with ValueError.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -116,10 +137,14 @@ class PageDriver(ABC):
 class Ledger:
     """What a driver has reserved, created and mapped. The `check_` methods raise
     ValueError where the rules of `PageDriver` forbid a call; the others record one.
+
+    The lock is held while tables are read or written, never while the system works.
     """
 
     def __init__(self, granule: int) -> None:
         self._granule = granule
+        self._lock = threading.RLock()
+        self._next_handle = 1
         self._ranges: dict[int, int] = {}  # address -> bytes
         self._sizes: dict[int, int] = {}  # handle -> bytes
         self._mapped: dict[int, int] = {}  # handle -> address
@@ -130,51 +155,82 @@ class Ledger:
             raise ValueError(f"{nbytes} bytes are not whole granules of {self._granule} bytes")
 
     def reserved(self, address: int, nbytes: int) -> None:
-        self._ranges[address] = nbytes
+        with self._lock:
+            self._ranges[address] = nbytes
 
     def check_unreserve(self, address: int, nbytes: int) -> None:
-        if self._ranges.get(address) != nbytes:
-            raise ValueError(f"{nbytes} bytes at {address:#x} are not a reservation")
-        if self._overlaps(address, address + nbytes):
-            raise ValueError(f"the reservation at {address:#x} still has pages mapped in it")
+        with self._lock:
+            if self._ranges.get(address) != nbytes:
+                raise ValueError(f"{nbytes} bytes at {address:#x} are not a reservation")
+            if self._overlaps(address, address + nbytes):
+                raise ValueError(f"the reservation at {address:#x} still has pages mapped in it")
 
     def unreserved(self, address: int) -> None:
-        del self._ranges[address]
+        with self._lock:
+            del self._ranges[address]
 
-    def created(self, handle: int, nbytes: int) -> None:
-        self._sizes[handle] = nbytes
+    def created(self, nbytes: int) -> int:
+        """Returns the new handle."""
+        with self._lock:
+            handle, self._next_handle = self._next_handle, self._next_handle + 1
+            self._sizes[handle] = nbytes
+            return handle
 
     def check_release(self, handle: int) -> None:
-        self._size(handle)
-        if handle in self._mapped:
-            raise ValueError(f"handle {handle} is still mapped at {self._mapped[handle]:#x}")
+        with self._lock:
+            self._size(handle)
+            if handle in self._mapped:
+                raise ValueError(f"handle {handle} is still mapped at {self._mapped[handle]:#x}")
 
     def released(self, handle: int) -> None:
-        del self._sizes[handle]
+        with self._lock:
+            del self._sizes[handle]
 
     def check_map(self, address: int, handle: int) -> None:
-        end = address + self._size(handle)
-        if handle in self._mapped:
-            raise ValueError(f"handle {handle} is already mapped at {self._mapped[handle]:#x}")
-        if address % self._granule:
-            raise ValueError(f"address {address:#x} is no multiple of the granule of {self._granule} bytes")
-        if not any(start <= address and end <= start + nbytes for start, nbytes in self._ranges.items()):
-            raise ValueError(f"addresses {address:#x} to {end:#x} are not reserved")
-        if self._overlaps(address, end):
-            raise ValueError(f"addresses {address:#x} to {end:#x} have pages already")
+        with self._lock:
+            end = address + self._size(handle)
+            if handle in self._mapped:
+                raise ValueError(f"handle {handle} is already mapped at {self._mapped[handle]:#x}")
+            if address % self._granule:
+                raise ValueError(f"address {address:#x} is no multiple of the granule of {self._granule} bytes")
+            if not any(start <= address and end <= start + nbytes for start, nbytes in self._ranges.items()):
+                raise ValueError(f"addresses {address:#x} to {end:#x} are not reserved")
+            if self._overlaps(address, end):
+                raise ValueError(f"addresses {address:#x} to {end:#x} have pages already")
 
     def mapped(self, address: int, handle: int) -> None:
-        self._mapped[handle] = address
-        insort(self._pieces, (address, address + self._sizes[handle]))
+        with self._lock:
+            self._mapped[handle] = address
+            insort(self._pieces, (address, address + self._sizes[handle]))
 
     def check_unmap(self, handle: int) -> None:
-        self._size(handle)
-        if handle not in self._mapped:
-            raise ValueError(f"handle {handle} is not mapped")
+        with self._lock:
+            self._size(handle)
+            if handle not in self._mapped:
+                raise ValueError(f"handle {handle} is not mapped")
 
     def unmapped(self, handle: int) -> None:
-        address = self._mapped.pop(handle)
-        del self._pieces[bisect_left(self._pieces, (address,))]
+        with self._lock:
+            address = self._mapped.pop(handle)
+            del self._pieces[bisect_left(self._pieces, (address,))]
+
+    def check_split(self, handle: int, nbytes: int) -> None:
+        with self._lock:
+            size = self._size(handle)
+            self.check_size(nbytes)
+            if nbytes >= size:
+                raise ValueError(f"handle {handle} has {size} bytes, so that {nbytes} bytes are no part of it")
+
+    def split(self, handle: int, nbytes: int) -> int:
+        """Returns the new handle, which has what comes after the first `nbytes`."""
+        with self._lock:
+            rest = self.created(self._sizes[handle] - nbytes)
+            self._sizes[handle] = nbytes
+            if handle in self._mapped:
+                address = self._mapped[handle]
+                self._pieces[bisect_left(self._pieces, (address,))] = (address, address + nbytes)
+                self.mapped(address + nbytes, rest)
+            return rest
 
     def _size(self, handle: int) -> int:
         if handle not in self._sizes:

@@ -47,6 +47,8 @@ class RankState(TypedDict):
     resident_bytes: int
     reported_bytes: int
     handles: int
+    busy: bool  # pages are being made or given back in the background
+    unreleased_bytes: int  # detached, and not given back yet
     elapsed_ms: float
 
 
@@ -99,6 +101,16 @@ def probe(worker: Any, driver: str) -> ProbeReport:
         available_bytes=page_driver.available_bytes(),
         total_bytes=page_driver.total_bytes(),
     )
+
+
+def prepare(worker: Any, chunks: Sequence[int]) -> RankReport:
+    """Start to make pages for `chunks` on this rank, and return at once. `attach` is fast after that."""
+    return _report(worker, lambda arena: arena.prepare(chunks))
+
+
+def discard(worker: Any) -> RankReport:
+    """Give all pages back on this rank that were prepared and not attached."""
+    return _report(worker, lambda arena: arena.discard_prepared())
 
 
 def attach(worker: Any, chunks: Sequence[int]) -> RankReport:
@@ -169,6 +181,8 @@ def measure(worker: Any) -> RankState:
         resident_bytes=arena.resident_bytes,
         reported_bytes=reported_bytes,
         handles=arena.num_handles,
+        busy=arena.busy,
+        unreleased_bytes=arena.unreleased_bytes,
         elapsed_ms=(time.perf_counter() - start) * 1000,
     )
 

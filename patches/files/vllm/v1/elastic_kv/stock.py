@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages that are mapped nowhere: those made ahead of their use, and those on their way back."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from .background import Background
+from .page_driver import OutOfMemoryError, PageDriver, PageDriverError
+from .runs import Run, RunTable
+
+logger = logging.getLogger(__name__)
+
+
+class PageStock:
+    """Creates and releases the pages of runs, in the background or at once.
+
+    Creating pages means to zero them, and releasing them takes a while as well. In the
+    background neither holds up the thread that serves requests.
+    """
+
+    def __init__(
+        self,
+        driver: PageDriver,
+        places: Callable[[Run], list[tuple[int, int]]],
+        split: Callable[[Run, int], list[int]],
+        ranks_sharing: int,
+    ) -> None:
+        """Make an empty stock.
+
+        Args:
+            driver: Makes the pages.
+            places: Address and bytes of a run in each segment.
+            split: Cuts the handles of a run, as `RunTable` asks for it.
+            ranks_sharing: Stocks that take their pages from the same memory, this one among them.
+
+        """
+        self.background = Background("elastic-kv-pages")
+        self._driver = driver
+        self._places = places
+        self._ranks_sharing = ranks_sharing
+        self._prepared = RunTable(split)
+        # Guards what both threads change: the handles of runs in the making, and the table of unreleased ones.
+        self._lock = threading.RLock()
+        self._unreleased: dict[int, int] = {}  # handle -> bytes
+
+    @property
+    def prepared(self) -> frozenset[int]:
+        """Chunks whose pages are made or being made."""
+        return self._prepared.chunks
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Memory that is held for chunks which are not attached yet."""
+        with self._lock:
+            return sum(
+                nbytes
+                for run in self._prepared.runs
+                for _, (_, nbytes) in zip(run.handles, self._places(run), strict=False)
+            )
+
+    @property
+    def promised_bytes(self) -> int:
+        """Memory that is still to be taken for pages which are being made."""
+        with self._lock:
+            return sum(
+                nbytes
+                for run in self._prepared.runs
+                if not run.made.is_set()
+                for _, nbytes in self._places(run)[len(run.handles) :]
+            )
+
+    @property
+    def unreleased_bytes(self) -> int:
+        """Memory that is not needed any more and not given back yet."""
+        with self._lock:
+            return sum(self._unreleased.values())
+
+    @property
+    def num_prepared_runs(self) -> int:
+        """Runs of prepared chunks."""
+        return len(self._prepared.runs)
+
+    @property
+    def num_unreleased(self) -> int:
+        """Handles that are not needed any more and hold memory."""
+        return len(self._unreleased)
+
+    @property
+    def num_handles(self) -> int:
+        """Handles that hold memory."""
+        with self._lock:
+            return sum(len(run.handles) for run in self._prepared.runs) + len(self._unreleased)
+
+    def available_bytes(self) -> int:
+        """Memory that the driver can get and that is not promised to pages in the making."""
+        return self._driver.available_bytes() // self._ranks_sharing - self.promised_bytes
+
+    def check(self, nbytes: int, available: int) -> None:
+        # A device that hands out more than it has may kill the process later instead of failing now.
+        if nbytes > available:
+            hint = f"{available} bytes are available to each rank"
+            raise OutOfMemoryError("attach", "out of memory", nbytes, self._driver.device, hint)
+
+    def make(self, run: Run) -> None:
+        """Create the pages of `run` at once, all or none."""
+        try:
+            self._create(run)
+        except BaseException:
+            self.give_back([run])
+            raise
+        run.made.set()
+
+    def prepare(self, runs: Iterable[Run]) -> None:
+        """Start to create the pages of `runs`. Those that are on their way back go first, and make room."""
+        for run in runs:
+            self._prepared.add(run)
+            self.background.submit(partial(self._make_prepared, run))
+
+    def drop_failed(self) -> None:
+        """Forget the chunks whose pages could not be made."""
+        for run in self._prepared.runs:
+            if run.error is not None:
+                self._prepared.remove(run)
+
+    def wait(self, chunks: Iterable[int]) -> list[Run]:
+        """Wait until the pages of `chunks`, all of them prepared, are made.
+
+        Returns:
+            The runs that are exactly `chunks`. They stay in the stock.
+
+        Raises:
+            OutOfMemoryError, PageDriverError: Some could not be made. They are not prepared any more.
+
+        """
+        chunks = list(chunks)
+        runs = self._prepared.touched(chunks)
+        for run in runs:
+            run.made.wait()
+        error = next((run.error for run in runs if run.error is not None), None)
+        if error is not None:
+            self.drop_failed()
+            raise error
+        return self._prepared.take(chunks)
+
+    def remove(self, run: Run) -> None:
+        """Let a run go that is mapped now."""
+        self._prepared.remove(run)
+
+    def discard(self) -> None:
+        """Give all prepared pages back, also those that are only being made."""
+        runs = self._prepared.runs
+        for run in runs:
+            self._prepared.remove(run)
+        self.give_back(runs)
+
+    def give_back(self, runs: Iterable[Run]) -> None:
+        """Release the pages of runs that are mapped nowhere, in the background."""
+        for run in runs:
+            self._reject(run)
+        self.retry()
+
+    def retry(self) -> None:
+        """Release what is not needed any more, also what could not be released before."""
+        if self._unreleased:
+            self.background.submit(self._release)
+
+    def _create(self, run: Run) -> None:
+        for address, nbytes in self._places(run):
+            if run.unwanted:
+                return
+            handle = self._driver.create(nbytes, address)
+            with self._lock:
+                if run.unwanted:
+                    self._unreleased[handle] = nbytes
+                else:
+                    run.handles.append(handle)
+
+    def _make_prepared(self, run: Run) -> None:
+        try:
+            nbytes = sum(nbytes for _, nbytes in self._places(run))
+            self.check(nbytes, self._driver.available_bytes() // self._ranks_sharing)
+            self._create(run)
+        except Exception as error:
+            self._reject(run)
+            run.error = error
+        finally:
+            run.made.set()
+        if run.unwanted:
+            self._release()
+
+    def _reject(self, run: Run) -> None:
+        with self._lock:
+            run.unwanted = True
+            sizes = [nbytes for _, nbytes in self._places(run)]
+            self._unreleased.update(zip(run.handles, sizes, strict=False))
+            run.handles.clear()
+
+    def _release(self) -> None:
+        with self._lock:
+            handles = list(self._unreleased)
+        for handle in handles:
+            try:
+                self._driver.release(handle)
+            except PageDriverError as error:
+                logger.warning("Elastic KV cache: memory could not be given back, to be tried again: %s", error)
+            else:
+                with self._lock:
+                    del self._unreleased[handle]

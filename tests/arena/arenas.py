@@ -1,0 +1,86 @@
+"""Small arenas, and what has to hold of them."""
+
+from pathlib import Path
+
+import torch
+from vllm.v1.elastic_kv.arena import KVArena
+from vllm.v1.elastic_kv.layout import Segment
+
+from .drivers import mappings
+
+PAGE = 4096
+STRIDES = (PAGE, PAGE // 2, 3 * PAGE // 2)  # bytes per block in each segment
+CHUNK_BLOCKS = 2
+CAPACITY = 8  # chunks
+SEGMENTS = len(STRIDES)
+SETTLE_S = 60.0  # far more than it takes
+
+
+def make_arena(driver, strides=STRIDES, chunk_blocks=CHUNK_BLOCKS, capacity=CAPACITY, **options) -> KVArena:
+    segments, offset = [], 0
+    for stride in strides:
+        segments.append(Segment(offset, stride))
+        offset += stride * chunk_blocks * capacity
+    return KVArena(driver, segments, chunk_blocks, capacity, **options)
+
+
+def chunk_bytes(arena: KVArena, chunk: int) -> list[torch.Tensor]:
+    """The bytes of a chunk, one tensor per segment."""
+    whole = arena.tensor()
+    size = arena.chunk_blocks
+    return [
+        whole[segment.offset + chunk * size * segment.stride : segment.offset + (chunk + 1) * size * segment.stride]
+        for segment in arena.segments
+    ]
+
+
+def fill(arena: KVArena, chunk: int, value: int) -> None:
+    for part in chunk_bytes(arena, chunk):
+        part.fill_(value)
+
+
+def holds(arena: KVArena, chunk: int, value: int) -> bool:
+    return all(bool((part == value).all()) for part in chunk_bytes(arena, chunk))
+
+
+def spans(arena: KVArena) -> list[tuple[int, int, str]]:
+    """Which addresses of the range can be touched, whatever mappings they are made of."""
+    merged: list[tuple[int, int, str]] = []
+    for start, end, permissions in mappings(arena.address, arena.nbytes):
+        start, end = max(start, arena.address), min(end, arena.address + arena.nbytes)
+        if merged and merged[-1][1:] == (start, permissions):
+            start = merged.pop()[0]
+        merged.append((start, end, permissions))
+    return merged
+
+
+def picture(arena: KVArena) -> dict[str, object]:
+    """All that a failed operation has to leave as it was, once the background is quiet."""
+    assert arena.settle(SETTLE_S)
+    return {
+        "attached": arena.attached,
+        "prepared": arena.prepared_bytes,
+        "unreleased": arena.unreleased_bytes,
+        "unknown handles": len(arena.driver.live) - arena.num_handles,
+        "resident": arena.resident_bytes,
+        "reported": arena.reported_bytes(),
+        "spans": spans(arena),
+    }
+
+
+def check(arena: KVArena, prepared: int = 0) -> None:
+    """Nothing but attached and `prepared` chunks holds memory, once the background is quiet."""
+    assert arena.settle(SETTLE_S)
+    assert not arena.busy
+    chunks = len(arena.attached)
+    assert arena.reported_bytes() == arena.resident_bytes == chunks * arena.chunk_bytes
+    assert arena.prepared_bytes == prepared * arena.chunk_bytes
+    assert arena.unreleased_bytes == 0
+    most = (chunks + prepared) * len(arena.segments)
+    assert len(arena.driver.live) == arena.num_handles
+    assert arena.num_handles <= most if arena.driver.divisible else arena.num_handles == most
+    assert bool(arena.num_handles) == bool(most)
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

@@ -1,0 +1,133 @@
+"""Random life of an arena, against a model that is a few sets."""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from vllm.v1.elastic_kv.page_driver import PageDriverError
+
+from .arenas import CAPACITY, SETTLE_S, check, fill, holds, make_arena, picture
+from .drivers import CONTRACT, FaultyDriver
+
+CHUNKS = st.lists(st.integers(0, CAPACITY - 1), unique=True, max_size=CAPACITY)
+
+
+class Life(RuleBasedStateMachine):
+    """Chunks are prepared, attached, written and detached, and calls fail."""
+
+    @initialize(driver=st.sampled_from(sorted(CONTRACT)))
+    def begin(self, driver):
+        self.driver = FaultyDriver(CONTRACT[driver]())
+        self.arena = make_arena(self.driver)
+        self.marks: dict[int, int] = {}  # attached chunk -> the byte that fills it
+        self.prepared: set[int] = set()
+        self.turn = 0
+
+    def teardown(self):
+        if hasattr(self, "arena"):
+            self.driver.mend()
+            self.arena.close()
+            assert not self.driver.live
+            assert not self.arena.busy
+
+    @rule(chunks=CHUNKS)
+    def prepare(self, chunks):
+        chunks = [chunk for chunk in chunks if chunk not in self.marks]
+        self.arena.prepare(chunks)
+        self.prepared |= set(chunks)
+
+    @rule()
+    def discard(self):
+        self.arena.discard_prepared()
+        self.prepared = set()
+
+    @rule(chunks=CHUNKS)
+    def attach(self, chunks):
+        chunks = [chunk for chunk in chunks if chunk not in self.marks]
+        self.arena.attach(chunks)
+        self.prepared -= set(chunks)
+        self._write(chunks)
+
+    @rule(chunks=CHUNKS)
+    def detach(self, chunks):
+        chunks = [chunk for chunk in chunks if chunk in self.marks]
+        self.arena.detach(chunks)
+        for chunk in chunks:
+            del self.marks[chunk]
+
+    @rule(chunks=CHUNKS, call=st.sampled_from(["map", "create"]), number=st.integers(1, 12))
+    def attach_that_may_fail(self, chunks, call, number):
+        chunks = [chunk for chunk in chunks if chunk not in self.marks]
+        assert self.arena.settle(SETTLE_S)
+        self.driver.fail(call, number)
+        try:
+            self.arena.attach(chunks)
+        except PageDriverError:
+            pass
+        else:
+            self.prepared -= set(chunks)
+            self._write(chunks)
+        self.driver.mend()
+
+    @rule(chunks=CHUNKS, number=st.integers(1, 12))
+    def detach_that_may_fail(self, chunks, number):
+        chunks = [chunk for chunk in chunks if chunk in self.marks]
+        self.driver.fail("unmap", number)
+        try:
+            self.arena.detach(chunks)
+        except PageDriverError:
+            pass
+        else:
+            for chunk in chunks:
+                del self.marks[chunk]
+        self.driver.mend()
+
+    @rule(number=st.integers(1, 6), chunks=CHUNKS)
+    def release_that_fails(self, number, chunks):
+        """It is made good by the next call."""
+        chunks = [chunk for chunk in chunks if chunk in self.marks]
+        self.driver.fail("release", number)
+        self.arena.detach(chunks)
+        for chunk in chunks:
+            del self.marks[chunk]
+        assert self.arena.settle(SETTLE_S)
+        self.driver.mend()
+        self.arena.attach([])
+
+    @rule(number=st.integers(1, 6), chunks=CHUNKS)
+    def prepare_that_fails(self, number, chunks):
+        chunks = [chunk for chunk in chunks if chunk not in self.marks]
+        before = self.prepared | set(chunks)
+        self.driver.fail("create", number)
+        self.arena.prepare(chunks)
+        assert self.arena.settle(SETTLE_S)
+        self.driver.mend()
+        self.arena.prepare([])  # forgets what could not be made
+        self.prepared = set(self.arena._stock.prepared)
+        assert self.prepared <= before
+
+    @rule()
+    def wait(self):
+        """Otherwise the background may be at work while the next step comes."""
+        check(self.arena, prepared=len(self.prepared))
+        assert picture(self.arena)["unknown handles"] == 0
+
+    @invariant()
+    def the_same_as_the_model(self):
+        if not hasattr(self, "arena"):
+            return
+        assert self.arena.attached == set(self.marks)
+        assert self.arena.reported_bytes() == self.arena.resident_bytes == len(self.marks) * self.arena.chunk_bytes
+        assert all(holds(self.arena, chunk, mark) for chunk, mark in self.marks.items())
+
+    def _write(self, chunks):
+        for chunk in chunks:
+            assert holds(self.arena, chunk, 0)
+            self.turn += 1
+            self.marks[chunk] = self.turn % 127 + 1
+            fill(self.arena, chunk, self.marks[chunk])
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
