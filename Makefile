@@ -1,7 +1,7 @@
 # Every command of this repository. `make` alone lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test lint format tree refresh check bench lock clean
+.PHONY: help setup serve demo storm test lint format tree refresh check bench lock clean
 
 PY := .venv/bin/python
 export MODEL HOST PORT ELASTIC
@@ -17,6 +17,9 @@ serve: ## Serve a model with the elastic KV cache (MODEL=, HOST=, PORT=, ELASTIC
 
 demo: setup ## Watch a server grow and shrink its cache under load
 	@scripts/demo $(ARGS)
+
+storm: setup ## Storm a server: 32 clients, a resize four times a second (ARGS='...' for scripts/storm)
+	@scripts/storm $(ARGS)
 
 test: ## Run all tests (ARGS='...' for pytest)
 	@scripts/test $(ARGS)

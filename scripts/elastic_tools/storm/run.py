@@ -1,0 +1,195 @@
+"""The order of it all: references, memory, the storm, the calm, memory again."""
+
+import asyncio
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from tqdm import tqdm
+
+from elastic_tools.storm import reference
+from elastic_tools.storm.memory import ProcessMemory, cache_ranges, snapshot
+from elastic_tools.storm.plan import Prompt, Settings, Sizes, make_prompts, requests_of
+from elastic_tools.storm.resizes import Resize, Resizer, resize
+from elastic_tools.storm.stream import Record, ask
+from elastic_tools.storm.watch import Watch, get_state, wait_until_idle
+
+MOST_FAILURES = 50  # requests; more would say nothing new
+DRAIN_LIMIT = 300.0  # seconds for the requests that run at the end
+IDLE_LIMIT = 60.0
+
+
+class StormError(Exception):
+    """Why there can be no storm."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server that answers. Without `pid` its processes are out of reach; without `log`, the place of its cache."""
+
+    url: str
+    key: str | None = None
+    pid: int | None = None
+    log: Path | None = None
+
+
+@dataclass
+class Evidence:
+    """All that was seen."""
+
+    settings: Settings
+    sizes: Sizes
+    references: reference.References
+    seconds: float = 0.0
+    asked: int = 0  # requests
+    records: list[Record] = field(default_factory=list)
+    resizes_asked: int = 0
+    resizes_left_out: int = 0
+    resizes: list[Resize] = field(default_factory=list)
+    settling: list[Resize] = field(default_factory=list)  # before and after, with nothing else going on
+    polls: int = 0
+    faults: list[str] = field(default_factory=list)
+    unhealthy: list[str] = field(default_factory=list)
+    ended_early: str | None = None
+    before: list[ProcessMemory] = field(default_factory=list)
+    after: list[ProcessMemory] = field(default_factory=list)
+    idle: dict[str, Any] = field(default_factory=dict)  # the state at the end
+
+
+async def storm(target: Target, settings: Settings) -> Evidence:
+    """Runs everything against a server that nobody else uses meanwhile.
+
+    Raises:
+        StormError: The server cannot be stormed: it is not elastic, or does not answer before.
+
+    """
+    headers = {"Authorization": f"Bearer {target.key}"} if target.key else {}
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(target.url, headers=headers, connector=connector) as http:
+        try:
+            model, longest = await _model(http)
+            sizes = await _sizes(http)
+            prompts = make_prompts(settings.seed, longest)
+            with tqdm(total=2 * len(prompts), desc="references", unit="request", leave=False) as bar:
+                references = await reference.record(http, model, prompts, settings.patience_s, lambda: _step(bar))
+        except (aiohttp.ClientError, OSError, reference.NoReferenceError) as error:
+            raise StormError(str(error)) from error
+        if not references.prompts:
+            raise StormError("no prompt has an answer that can be compared")
+        evidence = Evidence(settings, sizes, references)
+        evidence.before = await _calm(http, target, evidence)
+        await _blow(http, model, references.prompts, evidence)
+        if evidence.ended_early is None:
+            evidence.after = await _calm(http, target, evidence)
+        return evidence
+
+
+async def _blow(http: aiohttp.ClientSession, model: str, prompts: list[Prompt], evidence: Evidence) -> None:
+    settings = evidence.settings
+    watch, resizer = Watch(http), Resizer(http, settings, evidence.sizes)
+    begin = time.monotonic()
+    until = begin + settings.seconds
+    failed = 0
+    enough = asyncio.Event()
+
+    async def client(number: int) -> None:
+        nonlocal failed
+        for wanted in requests_of(number, settings, prompts):
+            if time.monotonic() > until or enough.is_set():
+                return
+            evidence.asked += 1
+            record = await ask(http, model, wanted, settings.patience_s)
+            evidence.records.append(record)
+            if record.outcome == "failed":
+                failed += 1
+                if failed >= MOST_FAILURES:
+                    enough.set()
+                await asyncio.sleep(1)  # a server that is gone fails at once
+
+    quiet = None if sys.stderr.isatty() else 10.0  # seconds between lines where nobody watches
+    with tqdm(total=round(settings.seconds), desc="storm", bar_format=_BAR, mininterval=quiet or 0.1) as bar:
+
+        def show(state: dict[str, Any]) -> None:
+            blocks, passed = state["blocks"], min(settings.seconds, time.monotonic() - begin)
+            bar.set_postfix_str(
+                f"{len(evidence.records)} requests, {failed} failed, {len(resizer.answered)} resizes, "
+                f"{blocks['resident']} blocks, {blocks['used']} used",
+                refresh=False,
+            )
+            bar.update(round(passed) - bar.n)
+
+        clients = [asyncio.create_task(client(number)) for number in range(settings.clients)]
+        resizing = asyncio.create_task(resizer.run(until))
+        watching = asyncio.create_task(watch.run(show))
+        trouble: list[asyncio.Task[Any]] = [asyncio.create_task(event.wait()) for event in (enough, watch.dead)]
+        try:
+            await asyncio.wait([resizing, watching, *trouble], return_when=asyncio.FIRST_COMPLETED)
+            if enough.is_set() or watch.dead.is_set():
+                why = "the server does not answer" if watch.dead.is_set() else f"{failed} requests failed"
+                evidence.ended_early = f"{why}, after {time.monotonic() - begin:.0f} s"
+            else:
+                resizing.result()  # an error in our own code is no verdict on the server
+                evidence.settling.append(await _to(http, evidence.sizes, evidence.sizes.start))
+                await asyncio.wait(clients, timeout=DRAIN_LIMIT)
+            evidence.seconds = time.monotonic() - begin
+            for task in (*clients, watching):
+                if task.done():
+                    task.result()
+        finally:
+            await resizer.cancel()
+            for task in (*clients, resizing, watching, *trouble):
+                task.cancel()
+            await asyncio.gather(*clients, resizing, watching, *trouble, return_exceptions=True)
+    evidence.resizes_asked, evidence.resizes_left_out = resizer.asked, resizer.left_out
+    evidence.resizes = resizer.answered
+    evidence.polls, evidence.faults, evidence.unhealthy = watch.polls, watch.faults, watch.unhealthy
+
+
+async def _calm(http: aiohttp.ClientSession, target: Target, evidence: Evidence) -> list[ProcessMemory]:
+    """Goes down to the base and back to the size of the start, idle, and reads the memory.
+
+    The same way before and after, so that the cache consists of the same pieces.
+    """
+    await wait_until_idle(http, IDLE_LIMIT)
+    for blocks in (evidence.sizes.base, evidence.sizes.start):
+        evidence.settling.append(await _to(http, evidence.sizes, blocks))
+    evidence.idle = await wait_until_idle(http, IDLE_LIMIT)
+    if target.pid is None:
+        return []
+    ranges = cache_ranges(target.log) if target.log else {}
+    return await asyncio.to_thread(snapshot, target.pid, ranges)
+
+
+async def _to(http: aiohttp.ClientSession, sizes: Sizes, blocks: int) -> Resize:
+    return await resize(http, sizes, {"blocks": blocks}, blocks)
+
+
+async def _model(http: aiohttp.ClientSession) -> tuple[str, int]:
+    async with http.get("/v1/models") as reply:
+        if reply.status != 200:
+            raise StormError(f"GET /v1/models answers {reply.status}: {(await reply.text())[:200]}")
+        model = (await reply.json())["data"][0]
+        return model["id"], model["max_model_len"]
+
+
+async def _sizes(http: aiohttp.ClientSession) -> Sizes:
+    state = await get_state(http)
+    blocks = state["blocks"]
+    return Sizes(
+        base=blocks["base"],
+        start=blocks["resident"],
+        capacity=blocks["capacity"],
+        chunk=state["chunk_blocks"],
+        block_bytes=state["bytes"]["per_block"],
+        block_tokens=state["block_size"],
+    )
+
+
+def _step(bar: "tqdm[Any]") -> None:
+    bar.update()
+
+
+_BAR = "{desc}: {n_fmt}/{total_fmt} s |{bar:10}|{postfix}"
