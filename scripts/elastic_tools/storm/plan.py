@@ -26,6 +26,7 @@ class Settings:
     seconds: float = 600
     clients: int = 32
     seed: int = 0
+    warm_up_s: float = 15  # the same clients before it, with the size fixed
     resize_every_s: float = 0.25
     resizes_at_once: int = 4  # asked and not answered; at that many, a turn is left out
     request_seeds: bool = True  # some requests carry a seed of their own
@@ -60,6 +61,11 @@ class Ask:
         return f"client {self.client}, request {self.number} ({self.kind}, {self.prompt.name}, {self.tokens} tokens)"
 
     @property
+    def greedy(self) -> bool:
+        """Whether there is one right answer."""
+        return self.kind in ("greedy", "aborted")
+
+    @property
     def choices(self) -> int:
         """Answers that it wants."""
         return 2 if self.kind == "pair" else 1
@@ -71,7 +77,7 @@ class Ask:
             "prompt": self.prompt.text,
             "max_tokens": self.tokens,
             "ignore_eos": True,  # so that the number of tokens is known
-            "temperature": 0.0 if self.kind in ("greedy", "aborted") else 0.8,
+            "temperature": 0.0 if self.greedy else 0.8,
             "n": self.choices,
             "stream": True,
             "return_token_ids": True,
@@ -111,9 +117,9 @@ def make_prompts(seed: int, longest: int) -> list[Prompt]:
     return prompts
 
 
-def requests_of(client: int, settings: Settings, prompts: Sequence[Prompt]) -> Iterator[Ask]:
-    """What a client sends, one after the other, without end."""
-    rng = random.Random(f"{settings.seed}-client-{client}")
+def requests_of(client: int, settings: Settings, prompts: Sequence[Prompt], part: str) -> Iterator[Ask]:
+    """What a client sends in one part of the run, one after the other, without end."""
+    rng = random.Random(f"{settings.seed}-{part}-client-{client}")
     kinds = [kind for kind in KINDS if kind != "seeded" or settings.request_seeds]
     number = 0
     while True:

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 
 from elastic_tools.storm.plan import Ask, Prompt
-from elastic_tools.storm.stream import ask
+from elastic_tools.storm.stream import Record, ask
 
 # Between the best token and the next one, in log probability. Batches of other shapes add up in another order, which
 # moves a log probability by about 1e-5 in float32; where two tokens lie nearer than this, neither is the right one.
@@ -67,6 +67,23 @@ async def record(
         left_out=len(prompts) - len(usable),
         unsteady=tuple(prompt.name for prompt, _ in usable if prompt.name not in steady),
     )
+
+
+def difference(references: References, record: Record) -> str | None:
+    """Where a greedy answer, or the part that the client waited for, leaves the reference."""
+    wanted, got = references.tokens[record.ask.prompt.name], record.tokens[0]
+    place = next((n for n, (one, other) in enumerate(zip(wanted, got, strict=False)) if one != other), None)
+    if place is None:
+        return None
+    return f"{record.ask.name}: token {place} is {got[place]}, not {wanted[place]}"
+
+
+def without_unsteady(references: References, records: Sequence[Record]) -> References:
+    """Leaves out the prompts of which a greedy answer differs among `records`, made while the size stayed."""
+    greedy = [record for record in records if record.ask.greedy]
+    unsteady = {record.ask.prompt.name for record in greedy if difference(references, record)}
+    prompts = [prompt for prompt in references.prompts if prompt.name not in unsteady]
+    return replace(references, prompts=prompts, unsteady=(*references.unsteady, *sorted(unsteady)))
 
 
 async def _with_margins(

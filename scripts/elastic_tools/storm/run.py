@@ -11,15 +11,16 @@ import aiohttp
 from tqdm import tqdm
 
 from elastic_tools.storm import reference
+from elastic_tools.storm.clients import Clients
 from elastic_tools.storm.memory import ProcessMemory, cache_ranges, snapshot
-from elastic_tools.storm.plan import Prompt, Settings, Sizes, make_prompts, requests_of
+from elastic_tools.storm.plan import Settings, Sizes, make_prompts
 from elastic_tools.storm.resizes import Resize, Resizer, resize
-from elastic_tools.storm.stream import Record, ask
+from elastic_tools.storm.stream import Record
 from elastic_tools.storm.watch import Watch, get_state, wait_until_idle
 
-MOST_FAILURES = 50  # requests; more would say nothing new
 DRAIN_LIMIT = 300.0  # seconds for the requests that run at the end
 IDLE_LIMIT = 60.0
+PLAIN_EVERY = 10.0  # seconds between lines where nobody watches
 
 
 class StormError(Exception):
@@ -73,76 +74,76 @@ async def storm(target: Target, settings: Settings) -> Evidence:
             model, longest = await _model(http)
             sizes = await _sizes(http)
             prompts = make_prompts(settings.seed, longest)
-            with tqdm(total=2 * len(prompts), desc="references", unit="request", leave=False) as bar:
+            with _bar("references", 2 * len(prompts)) as bar:
                 references = await reference.record(http, model, prompts, settings.patience_s, lambda: _step(bar))
+            references = await _warm_up(http, model, settings, references)
         except (aiohttp.ClientError, OSError, reference.NoReferenceError) as error:
             raise StormError(str(error)) from error
-        if not references.prompts:
-            raise StormError("no prompt has an answer that can be compared")
         evidence = Evidence(settings, sizes, references)
         evidence.before = await _calm(http, target, evidence)
-        await _blow(http, model, references.prompts, evidence)
+        await _blow(http, Clients(http, model, settings, references.prompts), evidence)
         if evidence.ended_early is None:
             evidence.after = await _calm(http, target, evidence)
         return evidence
 
 
-async def _blow(http: aiohttp.ClientSession, model: str, prompts: list[Prompt], evidence: Evidence) -> None:
+async def _warm_up(
+    http: aiohttp.ClientSession, model: str, settings: Settings, references: reference.References
+) -> reference.References:
+    """The same clients while the size stays.
+
+    Every process then has the buffers that such requests need, and an answer that differs here is no reference.
+    """
+    clients = Clients(http, model, settings, references.prompts)
+    await asyncio.gather(*clients.start(time.monotonic() + settings.warm_up_s, "warm-up"))
+    for record in clients.records:
+        if record.outcome == "failed":
+            raise StormError(f"before the storm, {record.ask.name}: {record.why}")
+    steady = reference.without_unsteady(references, clients.records)
+    if not steady.prompts:
+        raise StormError("no prompt has a steady answer while the size stays")
+    return steady
+
+
+async def _blow(http: aiohttp.ClientSession, clients: Clients, evidence: Evidence) -> None:
     settings = evidence.settings
     watch, resizer = Watch(http), Resizer(http, settings, evidence.sizes)
     begin = time.monotonic()
     until = begin + settings.seconds
-    failed = 0
-    enough = asyncio.Event()
-
-    async def client(number: int) -> None:
-        nonlocal failed
-        for wanted in requests_of(number, settings, prompts):
-            if time.monotonic() > until or enough.is_set():
-                return
-            evidence.asked += 1
-            record = await ask(http, model, wanted, settings.patience_s)
-            evidence.records.append(record)
-            if record.outcome == "failed":
-                failed += 1
-                if failed >= MOST_FAILURES:
-                    enough.set()
-                await asyncio.sleep(1)  # a server that is gone fails at once
-
-    quiet = None if sys.stderr.isatty() else 10.0  # seconds between lines where nobody watches
-    with tqdm(total=round(settings.seconds), desc="storm", bar_format=_BAR, mininterval=quiet or 0.1) as bar:
+    with _bar("storm", round(settings.seconds)) as bar:
 
         def show(state: dict[str, Any]) -> None:
             blocks, passed = state["blocks"], min(settings.seconds, time.monotonic() - begin)
             bar.set_postfix_str(
-                f"{len(evidence.records)} requests, {failed} failed, {len(resizer.answered)} resizes, "
+                f"{len(clients.records)} requests, {clients.failed} failed, {len(resizer.answered)} resizes, "
                 f"{blocks['resident']} blocks, {blocks['used']} used",
                 refresh=False,
             )
             bar.update(round(passed) - bar.n)
 
-        clients = [asyncio.create_task(client(number)) for number in range(settings.clients)]
+        sending = clients.start(until)
         resizing = asyncio.create_task(resizer.run(until))
         watching = asyncio.create_task(watch.run(show))
-        trouble: list[asyncio.Task[Any]] = [asyncio.create_task(event.wait()) for event in (enough, watch.dead)]
+        trouble = [asyncio.create_task(_happens(event)) for event in (clients.too_many_failed, watch.dead)]
         try:
             await asyncio.wait([resizing, watching, *trouble], return_when=asyncio.FIRST_COMPLETED)
-            if enough.is_set() or watch.dead.is_set():
-                why = "the server does not answer" if watch.dead.is_set() else f"{failed} requests failed"
+            if any(task.done() for task in trouble):
+                why = "the server does not answer" if watch.dead.is_set() else f"{clients.failed} requests failed"
                 evidence.ended_early = f"{why}, after {time.monotonic() - begin:.0f} s"
             else:
                 resizing.result()  # an error in our own code is no verdict on the server
                 evidence.settling.append(await _to(http, evidence.sizes, evidence.sizes.start))
-                await asyncio.wait(clients, timeout=DRAIN_LIMIT)
+                await asyncio.wait(sending, timeout=DRAIN_LIMIT)
             evidence.seconds = time.monotonic() - begin
-            for task in (*clients, watching):
+            for task in (*sending, watching):
                 if task.done():
                     task.result()
         finally:
             await resizer.cancel()
-            for task in (*clients, resizing, watching, *trouble):
+            for task in (*sending, resizing, watching, *trouble):
                 task.cancel()
-            await asyncio.gather(*clients, resizing, watching, *trouble, return_exceptions=True)
+            await asyncio.gather(*sending, resizing, watching, *trouble, return_exceptions=True)
+    evidence.asked, evidence.records = clients.asked, clients.records
     evidence.resizes_asked, evidence.resizes_left_out = resizer.asked, resizer.left_out
     evidence.resizes = resizer.answered
     evidence.polls, evidence.faults, evidence.unhealthy = watch.polls, watch.faults, watch.unhealthy
@@ -188,8 +189,18 @@ async def _sizes(http: aiohttp.ClientSession) -> Sizes:
     )
 
 
+async def _happens(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+def _bar(name: str, total: int) -> "tqdm[Any]":
+    """A bar on a terminal, and a line now and then elsewhere."""
+    interval = 0.1 if sys.stderr.isatty() else PLAIN_EVERY
+    return tqdm(total=total, desc=name, bar_format=_BAR, mininterval=interval, maxinterval=interval)
+
+
 def _step(bar: "tqdm[Any]") -> None:
     bar.update()
 
 
-_BAR = "{desc}: {n_fmt}/{total_fmt} s |{bar:10}|{postfix}"
+_BAR = "{desc}: {n_fmt}/{total_fmt} |{bar:10}|{postfix}"
