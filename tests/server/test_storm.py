@@ -6,29 +6,31 @@
 import asyncio
 
 import pytest
-from elastic_tools.model import truncated
+from elastic_tools.model import tiny_llama
 from elastic_tools.storm import report
 from elastic_tools.storm.plan import Settings
 from elastic_tools.storm.run import Target, storm
 from elastic_tools.storm.verdict import Verdict, judge
-from support.servers import engine_environment, serving
+from support.servers import serving
 
 pytestmark = pytest.mark.engine
 
 KEY = "a-test-key"
-# Few layers, so that many tokens come. The 16 requests that run hold 60 to 180 blocks, so that most shrinks meet blocks
-# in use. The base holds the longest request, of 650 tokens: something always runs, and in the end everything has.
-SIZES = '{"base": "8MiB", "start": "48MiB", "capacity": "96MiB"}'
+# The 16 requests that run hold 60 to 180 blocks, and sizes are 64 to 512: many shrinks meet blocks in use. The base has
+# room for the longest request, of 650 tokens: something always runs, and in the end everything has. The capacity is larger than
+# what is asked for, and the layers are many and small: on the host a chunk then has several blocks, of which some move.
+SIZES = '{"base": "12MiB", "start": "48MiB", "capacity": "2GiB"}'
+MOST_BYTES = 96 << 20
 LIMITS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--async-scheduling")
 # Without seeds: vLLM 0.32.0 ends the CPU engine where a request with a seed has its prompt cut into chunks.
-SETTINGS = Settings(seconds=60, clients=32, request_seeds=False)
+SETTINGS = Settings(seconds=60, clients=32, most_bytes=MOST_BYTES, request_seeds=False)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """A server of its own, with other sizes than the one of the other tests."""
     folder = tmp_path_factory.mktemp("storm")
-    model = str(truncated(folder / "model", 4))
+    model = str(tiny_llama(folder / "model", layers=24))
     with serving(folder / "log", "--elastic-kv-config", SIZES, *LIMITS, model=model, key=KEY) as server:
         yield server
 

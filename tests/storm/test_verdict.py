@@ -23,7 +23,7 @@ from .fake import FakeServer
 
 MIB = 2**20
 SETTINGS = Settings(seconds=1.5, clients=8, warm_up_s=0.2, resize_every_s=0.05, patience_s=1)
-SIZES = Sizes(base=4, start=40, capacity=101, chunk=2, block_bytes=10, block_tokens=32)
+SIZES = Sizes(base=4, start=40, most=101, capacity=200, chunk=2, block_bytes=10, block_tokens=32)
 
 
 def blow(fault=None, settings=SETTINGS):
@@ -198,7 +198,7 @@ def test_every_size_is_asked_for_in_every_unit_and_can_be_had():
             "blocks": lambda value: value,
             "bytes": lambda value: value // 10,
             "tokens": lambda value: value // 32,
-            "fraction": lambda value: int(value * 101),
+            "fraction": lambda value: int(value * 200),
         }[next(iter(body))](next(iter(body.values())))
         assert SIZES.base <= asked <= SIZES.capacity
         assert asked // 2 * 2 == blocks

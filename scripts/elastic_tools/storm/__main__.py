@@ -20,8 +20,11 @@ from elastic_tools.storm.verdict import judge
 
 LOG = CACHE / "storm" / "server.log"
 REPORT = CACHE / "storm" / "report.json"
-# The base holds one request of the greatest length, so that something always runs.
-ELASTIC = {"base": "64MiB", "start": "192MiB", "capacity": "512MiB", "admin_api": True}
+# The base holds one request of the greatest length, so that something always runs. The capacity costs addresses alone,
+# and is more than the storm asks for: the larger it is, the more blocks a chunk has on the host, and the more of the
+# chunks that have to go hold blocks that have to move.
+ELASTIC = {"base": "64MiB", "start": "192MiB", "capacity": "8GiB", "admin_api": True}
+MOST_MIB = 512
 OPTIONS = ("--max-model-len", "1024", "--max-num-seqs", "16", "--max-num-batched-tokens", "256")
 
 
@@ -36,6 +39,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=600, help="how long it blows (default: %(default)s)")
     parser.add_argument("--clients", type=int, default=32, help="requests at a time (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of every random choice (default: %(default)s)")
+    parser.add_argument(
+        "--most-mib",
+        type=int,
+        help=f"the largest size to ask for (default: {MOST_MIB} for a server that it starts; else the capacity)",
+    )
     parser.add_argument("--no-request-seeds", action="store_true", help="send no request with a seed of its own")
     parser.add_argument("--must-move", action="store_true", help="fail if no block was moved")
     parser.add_argument("--must-preempt", action="store_true", help="fail if no request was preempted")
@@ -48,6 +56,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error("at least 5 seconds and 1 client are needed")
     if chosen.url and chosen.options:
         parser.error("a running server takes no options")
+    if chosen.most_mib is None and not chosen.url:
+        chosen.most_mib = MOST_MIB
     return chosen
 
 
@@ -79,6 +89,7 @@ def main() -> int:
         seconds=chosen.seconds,
         clients=chosen.clients,
         seed=chosen.seed,
+        most_bytes=None if chosen.most_mib is None else chosen.most_mib << 20,
         request_seeds=not chosen.no_request_seeds,
         must_move=chosen.must_move,
         must_preempt=chosen.must_preempt,

@@ -28,6 +28,7 @@ class Settings:
     seed: int = 0
     warm_up_s: float = 15  # the same clients before it, with the size fixed
     resize_every_s: float = 0.25
+    most_bytes: int | None = None  # the largest size that is asked for; None: the capacity
     resizes_at_once: int = 4  # asked and not answered; at that many, a turn is left out
     request_seeds: bool = True  # some requests carry a seed of their own
     patience_s: float = 120  # without a token, after which a request has failed
@@ -145,6 +146,7 @@ class Sizes:
 
     base: int
     start: int
+    most: int  # the largest that is asked for
     capacity: int
     chunk: int
     block_bytes: int
@@ -156,11 +158,11 @@ def resizes(settings: Settings, sizes: Sizes) -> Iterator[tuple[int, dict[str, A
     rng = random.Random(f"{settings.seed}-resizes")
     while True:
         kind = rng.random()
-        blocks = rng.randint(sizes.base, sizes.capacity)
+        blocks = rng.randint(sizes.base, sizes.most)
         if kind < 0.1:
             blocks = sizes.base
         elif kind > 0.9:
-            blocks = sizes.capacity
+            blocks = sizes.most
         unit = rng.choice(("blocks", "bytes", "tokens", "fraction"))
         body: dict[str, Any] = {
             unit: {

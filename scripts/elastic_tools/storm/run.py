@@ -72,7 +72,7 @@ async def storm(target: Target, settings: Settings) -> Evidence:
     async with aiohttp.ClientSession(target.url, headers=headers, connector=connector) as http:
         try:
             model, longest = await _model(http)
-            sizes = await _sizes(http)
+            sizes = await _sizes(http, settings)
             prompts = make_prompts(settings.seed, longest)
             with _bar("references", 2 * len(prompts)) as bar:
                 references = await reference.record(http, model, prompts, settings.patience_s, lambda: _step(bar))
@@ -176,15 +176,23 @@ async def _model(http: aiohttp.ClientSession) -> tuple[str, int]:
         return model["id"], model["max_model_len"]
 
 
-async def _sizes(http: aiohttp.ClientSession) -> Sizes:
+async def _sizes(http: aiohttp.ClientSession, settings: Settings) -> Sizes:
     state = await get_state(http)
-    blocks = state["blocks"]
+    blocks, block_bytes = state["blocks"], state["bytes"]["per_block"]
+    most = blocks["capacity"]
+    if settings.most_bytes is not None:
+        most = min(most, settings.most_bytes // block_bytes)
+    if most <= blocks["base"]:
+        raise StormError(
+            f"between the base, {blocks['base']} blocks, and the largest size, {most}, is nothing to resize"
+        )
     return Sizes(
         base=blocks["base"],
         start=blocks["resident"],
+        most=most,
         capacity=blocks["capacity"],
         chunk=state["chunk_blocks"],
-        block_bytes=state["bytes"]["per_block"],
+        block_bytes=block_bytes,
         block_tokens=state["block_size"],
     )
 
