@@ -17,8 +17,8 @@ pytestmark = pytest.mark.engine
 
 KEY = "a-test-key"
 # The 16 requests that run hold 60 to 180 blocks, and sizes are 64 to 512: many shrinks meet blocks in use. The base has
-# room for the longest request, of 650 tokens: something always runs, and in the end everything has. The capacity is larger than
-# what is asked for, and the layers are many and small: on the host a chunk then has several blocks, of which some move.
+# room for the longest request, of 650 tokens: something always runs, and in the end everything has. The capacity is
+# larger than what is asked for, and the layers are many and small: on the host a chunk then has several blocks.
 SIZES = '{"base": "12MiB", "start": "48MiB", "capacity": "2GiB"}'
 MOST_BYTES = 96 << 20
 LIMITS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--async-scheduling")

@@ -15,8 +15,8 @@ EVERY = 9  # of so many requests, one has the fault: the others are as they shou
 class FakeServer:
     """`fault` names what goes wrong; None: nothing does."""
 
-    def __init__(self, fault: str | None = None):
-        self.fault = fault
+    def __init__(self, fault: str | None = None, block_bytes: int = 10):
+        self.fault, self.block_bytes = fault, block_bytes
         self.storming = False  # from the first resize that is not the way down and back before the storm
         self.resident = START
         self.resizes = 0
@@ -32,6 +32,7 @@ class FakeServer:
             [
                 web.get("/health", self.health),
                 web.get("/metrics", self.metrics),
+                web.get("/version", self.version),
                 web.get("/v1/models", self.models),
                 web.post("/v1/completions", self.complete),
                 web.get("/elastic_kv", self.state),
@@ -54,13 +55,20 @@ class FakeServer:
         count = 1.0 if self.has("a request stays in the engine") else 0.0
         return web.Response(text=f'vllm:num_requests_running{{engine="0"}} {count}\n')
 
+    async def version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": "1"})
+
     async def models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "fake", "max_model_len": 1024}]})
 
     async def state(self, _: web.Request) -> web.Response:
         lost = 1 if self.has("a block is lost") else 0
         short = 1 if self.has("a rank has fewer bytes") else 0
-        rank = {"rank": 0, "resident_bytes": self.resident * 10, "reported_bytes": self.resident * 10 - short}
+        rank = {
+            "rank": 0,
+            "resident_bytes": self.resident * self.block_bytes,
+            "reported_bytes": self.resident * self.block_bytes - short,
+        }
         return web.json_response(
             {
                 "block_size": 32,
@@ -69,7 +77,7 @@ class FakeServer:
                     **{"base": BASE, "resident": self.resident, "capacity": CAPACITY},
                     **{"used": 0, "cached": 0, "free": self.resident - 1 - lost},
                 },
-                "bytes": {"per_block": 10, "resident": self.resident * 10},
+                "bytes": {"per_block": self.block_bytes, "resident": self.resident * self.block_bytes},
                 "ranks": [rank],
             }
         )
@@ -78,7 +86,7 @@ class FakeServer:
         body = await request.json()
         self.resizes += 1
         self.storming = self.storming or self.resizes > 2
-        wanted = int(body.get("blocks") or body.get("bytes", 0) // 10 or body.get("tokens", 0) // 32)
+        wanted = int(body.get("blocks") or body.get("bytes", 0) // self.block_bytes or body.get("tokens", 0) // 32)
         wanted = wanted or int(body["fraction"] * CAPACITY)
         before, self.resident = self.resident, max(BASE, wanted // CHUNK * CHUNK)
         forced = self.has("preempts where it may not") and body.get("allow_preemption") is False

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,15 +34,30 @@ class Record:
         return sum(map(len, self.tokens))
 
 
-async def ask(http: aiohttp.ClientSession, model: str, wanted: Ask, patience_s: float) -> Record:
-    """Sends a request and reads its answer to the end, or as far as the client wants it."""
+async def ask(
+    http: aiohttp.ClientSession,
+    model: str,
+    wanted: Ask,
+    patience_s: float,
+    on_gap: Callable[[float], None] = lambda gap: None,
+) -> Record:
+    """Sends a request and reads its answer to the end, or as far as the client wants it.
+
+    Args:
+        http: Knows the server and its key.
+        model: Its name there.
+        wanted: The request.
+        patience_s: How long there may be no token.
+        on_gap: Told of each gap between two tokens when it ends, in seconds.
+
+    """
     record = Record(wanted, time.monotonic(), tokens=[[] for _ in range(wanted.choices)])
     limit = aiohttp.ClientTimeout(total=None, sock_connect=patience_s, sock_read=patience_s)
     try:
         async with http.post("/v1/completions", json=wanted.body(model), timeout=limit) as reply:
             if reply.status != 200:
                 raise BadAnswerError(f"HTTP {reply.status}: {(await reply.text())[:300]}")
-            await _read(reply, record)
+            await _read(reply, record, on_gap)
     except aiohttp.SocketTimeoutError:
         record.why = f"no token for {patience_s:.0f} s, after {record.count}"
     except (aiohttp.ClientError, BadAnswerError, ValueError, OSError) as error:
@@ -49,7 +65,7 @@ async def ask(http: aiohttp.ClientSession, model: str, wanted: Ask, patience_s: 
     return record
 
 
-async def _read(reply: aiohttp.ClientResponse, record: Record) -> None:
+async def _read(reply: aiohttp.ClientResponse, record: Record, on_gap: Callable[[float], None]) -> None:
     wanted = record.ask
     last: dict[int, float] = {}
     reasons: dict[int, str] = {}
@@ -71,6 +87,7 @@ async def _read(reply: aiohttp.ClientResponse, record: Record) -> None:
                 record.first_token_s = now - record.begin
             if index in last:
                 record.gaps_s.append(now - last[index])
+                on_gap(now - last[index])
             last[index] = now
             record.tokens[index] += tokens
         if wanted.abort_after is not None and record.count >= wanted.abort_after:

@@ -77,7 +77,7 @@ class Holders:
     async def keep_every(self, nth: int) -> None:
         """Lets all go but every nth, so that those that stay lie scattered. 0: lets all go."""
         kept = self._tasks[::nth] if nth else []
-        gone = [task for task in self._tasks if task not in kept]
+        gone = set(self._tasks).difference(kept)
         for task in gone:
             task.cancel()
         await asyncio.gather(*gone, return_exceptions=True)

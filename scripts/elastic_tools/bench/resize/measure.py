@@ -18,7 +18,9 @@ from elastic_tools.pins import CACHE
 from elastic_tools.storm.watch import get_state
 
 LOG = CACHE / "bench" / "resize.log"
-CAPACITY = "8GiB"  # more than is used: on the host a larger capacity has larger chunks, out of which blocks have to move
+CAPACITY = (
+    "8GiB"  # more than is used: on the host a larger capacity has larger chunks, out of which blocks have to move
+)
 WARM_UP_S = 15.0
 TAIL_S = 0.2  # after the answer, in which a token may still be late because of it
 
