@@ -15,7 +15,7 @@ from elastic_tools.storm.clients import Clients
 from elastic_tools.storm.memory import ProcessMemory, cache_ranges, snapshot
 from elastic_tools.storm.plan import Settings, Sizes, make_prompts
 from elastic_tools.storm.resizes import Resize, Resizer, resize
-from elastic_tools.storm.stream import Record
+from elastic_tools.storm.stream import Record, session
 from elastic_tools.storm.watch import Watch, get_state, wait_until_idle
 
 DRAIN_LIMIT = 300.0  # seconds for the requests that run at the end
@@ -67,9 +67,7 @@ async def storm(target: Target, settings: Settings) -> Evidence:
         StormError: The server cannot be stormed: it is not elastic, or does not answer before.
 
     """
-    headers = {"Authorization": f"Bearer {target.key}"} if target.key else {}
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(target.url, headers=headers, connector=connector) as http:
+    async with session(target.url, target.key) as http:
         try:
             model, longest = await _model(http)
             sizes = await _sizes(http, settings)

@@ -34,6 +34,16 @@ class Record:
         return sum(map(len, self.tokens))
 
 
+def session(url: str, key: str | None = None) -> aiohttp.ClientSession:
+    """A client for a server.
+
+    A connection for each request: the server closes those that idle, and a request that meets such a one would
+    fail for no fault of the engine.
+    """
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return aiohttp.ClientSession(url, headers=headers, connector=aiohttp.TCPConnector(limit=0, force_close=True))
+
+
 async def ask(
     http: aiohttp.ClientSession,
     model: str,

@@ -6,7 +6,6 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-import aiohttp
 from tqdm import tqdm
 
 from elastic_tools.bench.resize.cases import Case, Sample, Settings, order
@@ -15,6 +14,7 @@ from elastic_tools.bench.resize.load import Decoders
 from elastic_tools.bench.resize.stage import Stage
 from elastic_tools.demo import server
 from elastic_tools.pins import CACHE
+from elastic_tools.storm.stream import session
 from elastic_tools.storm.watch import get_state
 
 LOG = CACHE / "bench" / "resize.log"
@@ -58,9 +58,7 @@ def measure(settings: Settings, layers: int) -> Measured:
 
 
 async def _measure(url: str, settings: Settings, layers: int) -> Measured:
-    limit = aiohttp.ClientTimeout(total=300)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(url, timeout=limit, connector=connector) as http:
+    async with session(url) as http:
         state = await get_state(http)
         async with http.get("/v1/models") as reply:
             model = (await reply.json())["data"][0]["id"]
