@@ -51,7 +51,9 @@ class FakeServer:
     async def health(self, _: web.Request) -> web.Response:
         return web.Response(status=503 if self.has("unhealthy") else 200)
 
-    async def metrics(self, _: web.Request) -> web.Response:
+    async def metrics(self, request: web.Request) -> web.Response:
+        if self.has("gone in the end") and request.transport:
+            request.transport.close()
         count = 1.0 if self.has("a request stays in the engine") else 0.0
         return web.Response(text=f'vllm:num_requests_running{{engine="0"}} {count}\n')
 

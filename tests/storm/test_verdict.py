@@ -139,6 +139,11 @@ def test_a_server_that_dies_ends_the_storm(monkeypatch):
     assert "broken off: 5 requests failed" in said(seen, "requests")
 
 
+def test_a_server_that_is_gone_after_the_storm_is_a_failure():
+    seen = blow("gone in the end")
+    assert "gone after the storm" in said(seen, "requests")
+
+
 def test_no_elastic_server_no_storm():
     with pytest.raises(StormError):
         asyncio.run(storm(Target("http://127.0.0.1:9"), SETTINGS))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 from tqdm import tqdm
 
 from elastic_tools.storm import reference
@@ -81,7 +82,10 @@ async def storm(target: Target, settings: Settings) -> Evidence:
         evidence.before = await _calm(http, target, evidence)
         await _blow(http, Clients(http, model, settings, references.prompts), evidence)
         if evidence.ended_early is None:
-            evidence.after = await _calm(http, target, evidence)
+            try:
+                evidence.after = await _calm(http, target, evidence)
+            except (aiohttp.ClientError, OSError, psutil.NoSuchProcess) as error:
+                evidence.ended_early = f"the server was gone after the storm: {type(error).__name__}: {error}"
         return evidence
 
 
@@ -129,7 +133,9 @@ async def _blow(http: aiohttp.ClientSession, clients: Clients, evidence: Evidenc
                 why = "the server does not answer" if watch.dead.is_set() else f"{clients.failed} requests failed"
                 evidence.ended_early = f"{why}, after {time.monotonic() - begin:.0f} s"
             else:
-                resizing.result()  # an error in our own code is no verdict on the server
+                for task in (resizing, watching):
+                    if task.done():
+                        task.result()  # an error in our own code is no verdict on the server
                 evidence.settling.append(await _to(http, evidence.sizes, evidence.sizes.start))
                 await asyncio.wait(sending, timeout=DRAIN_LIMIT)
             evidence.seconds = time.monotonic() - begin

@@ -31,7 +31,7 @@ class Settings:
 
     cases: tuple[Case, ...]
     decoders: int = 8  # requests that decode all the time
-    floor_mib: int = 192  # what a shrink leaves: room for the decoders, and for blocks that move
+    floor_mib: int = 384  # what a shrink leaves: room for the decoders, and for blocks that move
     quiet_s: float = 2.0  # before each resize, to compare with
 
 

@@ -50,10 +50,11 @@ class Stage:
         if case.kind == "cached":
             await fill_prefixes(self.http, self.model, room, self.block_tokens)
         elif case.kind == "moves":
-            # Every block is taken, then all but one of each chunk are let go.
+            # Every block is taken, then all are let go but one of each chunk, or fewer where the floor has no room for
+            # so many.
             holders.add(room - 2 * self.chunk)
             await self._until_used(used + room * 0.8, at_least=True)
-            await holders.keep_every(2 * self.chunk)
+            await holders.keep_every(max(self.chunk, -(-room // max(1, (self.floor - used) // 2))))
             await self._until_used(used + room * 0.5, at_least=False)
         elif case.kind == "preemption":
             # More is in use than the floor has room for.
