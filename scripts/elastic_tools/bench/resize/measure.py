@@ -21,6 +21,7 @@ LOG = CACHE / "bench" / "resize.log"
 CAPACITY = (
     "8GiB"  # more than is used: on the host a larger capacity has larger chunks, out of which blocks have to move
 )
+DECODER_BLOCKS = 9  # at most: 200 tokens and a short prompt, in blocks of 32
 WARM_UP_S = 15.0
 TAIL_S = 0.2  # after the answer, in which a token may still be late because of it
 
@@ -97,6 +98,7 @@ async def _run(stage: Stage, decoders: Decoders, case: Case) -> list[Sample]:
     finally:
         await stage.resize(high)  # so that what was preempted gets ahead
         await holders.keep_every(0)
+        await stage.until_used(stage.settings.decoders * DECODER_BLOCKS, at_least=False)
     return [grown, shrunk]
 
 

@@ -53,16 +53,17 @@ class Stage:
             # Every block is taken, then all are let go but one of each chunk, or fewer where the floor has no room for
             # so many.
             holders.add(room - 2 * self.chunk)
-            await self._until_used(used + room * 0.8, at_least=True)
+            await self.until_used(used + room * 0.8, at_least=True)
             await holders.keep_every(max(self.chunk, -(-room // max(1, (self.floor - used) // 2))))
-            await self._until_used(used + room * 0.5, at_least=False)
+            await self.until_used(used + room * 0.5, at_least=False)
         elif case.kind == "preemption":
             # More is in use than the floor has room for.
             holders.add(min(room, self.floor + more // 2))
-            await self._until_used(self.floor + more * 0.3, at_least=True)
+            await self.until_used(self.floor + more * 0.3, at_least=True)
         return holders
 
-    async def _until_used(self, blocks: float, at_least: bool) -> None:
+    async def until_used(self, blocks: float, at_least: bool) -> None:
+        """Waits until so many blocks are in use, or no more than that."""
         deadline = time.monotonic() + STAGE_LIMIT
         while time.monotonic() < deadline:
             used = (await get_state(self.http))["blocks"]["used"]
