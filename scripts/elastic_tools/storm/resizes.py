@@ -95,8 +95,8 @@ def check(sizes: Sizes, body: dict[str, Any], wanted: int, status: int, answer: 
     outcomes = {200: ("done", "partial"), 409: ("refused",)}
     if answer.get("outcome") not in outcomes.get(status, ()):
         return "no such answer is foreseen"
-    if set(answer) != FIELDS:
-        return "fields are missing, or too many"
+    if missing := FIELDS - set(answer):
+        return f"fields are missing, {sorted(missing)}"
     before, after = answer["from"], answer["to"]
     if not all(sizes.base <= blocks <= sizes.capacity for blocks in (before, after)):
         return "a size outside base and capacity"

@@ -26,18 +26,18 @@ def inconsistencies(state: dict[str, Any]) -> list[str]:
     # The null block belongs to none of the three.
     if blocks["free"] + blocks["used"] + blocks["cached"] != blocks["resident"] - 1:
         found.append(f"free + used + cached is not resident - 1: {blocks}")
-    if blocks["resident"] % state["chunk_blocks"]:
-        found.append(f"no whole number of chunks: {blocks}, {state['chunk_blocks']} blocks a chunk")
     if size["resident"] != blocks["resident"] * size["per_block"]:
         found.append(f"bytes and blocks disagree: {blocks}, {size}")
     return found
 
 
 def idle_inconsistencies(state: dict[str, Any]) -> list[str]:
-    """What does not add up once nothing runs: then every rank has what the engine says, and no request has blocks."""
-    found = inconsistencies(state)
-    if state["blocks"]["used"]:
-        found.append(f"{state['blocks']['used']} blocks are used, and no request runs")
+    """What does not add up once nothing runs: then chunks are whole, and no request has blocks."""
+    found, blocks = inconsistencies(state), state["blocks"]
+    if blocks["resident"] % state["chunk_blocks"]:
+        found.append(f"no whole number of chunks: {blocks}, {state['chunk_blocks']} blocks a chunk")
+    if blocks["used"]:
+        found.append(f"{blocks['used']} blocks are used, and no request runs")
     resident = state["bytes"]["resident"]
     for rank in state["ranks"]:
         if not rank["resident_bytes"] == rank["reported_bytes"] == resident:
