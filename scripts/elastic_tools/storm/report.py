@@ -15,6 +15,7 @@ from elastic_tools.storm.run import Evidence
 from elastic_tools.storm.verdict import Verdict
 
 SCHEMA = 1
+MOST_RESIZES = 100  # of those that were not done, in the report
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def as_json(seen: Evidence, verdict: Verdict, server: str, command: str) -> dict
         },
         "checks": {name: {"holds": check.holds, **asdict(check)} for name, check in vars(verdict).items()},
         "figures": asdict(figures(seen)),
+        "resizes_not_done": [asdict(one) for one in seen.resizes if one.answer.get("outcome") != "done"][:MOST_RESIZES],
         "memory": {"before": list(map(asdict, seen.before)), "after": list(map(asdict, seen.after))},
     }
 
