@@ -1,13 +1,13 @@
 # Every command of this repository. `make` alone lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test lint format tree refresh check bench lock clean
+.PHONY: help setup serve demo storm test lint format tree refresh check bench bench-resize lock clean
 
 PY := .venv/bin/python
 export MODEL HOST PORT ELASTIC
 
 help: ## List the commands
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Make .venv with the pinned, patched engine and the tools
 	@scripts/setup
@@ -17,6 +17,9 @@ serve: ## Serve a model with the elastic KV cache (MODEL=, HOST=, PORT=, ELASTIC
 
 demo: setup ## Watch a server grow and shrink its cache under load
 	@scripts/demo $(ARGS)
+
+storm: setup ## Storm a server: 32 clients, a resize four times a second (ARGS='...' for scripts/storm)
+	@scripts/storm $(ARGS)
 
 test: ## Run all tests (ARGS='...' for pytest)
 	@scripts/test $(ARGS)
@@ -38,6 +41,9 @@ check: ## Check the patch series
 
 bench: setup ## Run the benchmarks (ARGS='...' for scripts/bench)
 	@scripts/bench $(ARGS)
+
+bench-resize: setup ## Measure what a resize costs while requests decode (ARGS=--quick for less)
+	@scripts/bench resize $(ARGS)
 
 lock: setup ## Resolve configs/requirements and the pins into configs/locks (ARGS=--upgrade for newer versions)
 	@PYTHONPATH=scripts $(PY) -m elastic_tools.lock $(ARGS)

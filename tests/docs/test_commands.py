@@ -11,8 +11,8 @@ pytestmark = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: pat
 
 
 def test_make_targets(document):
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"(?:^|`|\$ )(?:[A-Z]+=\S+ )*make ([a-z]+)", document.read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`|\$ )(?:[A-Z]+=\S+ )*make ([a-z-]+)", document.read_text(), re.MULTILINE))
     assert named <= targets
 
 

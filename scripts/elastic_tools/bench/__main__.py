@@ -6,6 +6,7 @@ from pathlib import Path
 
 from elastic_tools.bench import machine, overhead, report
 from elastic_tools.bench.arms import BenchError
+from elastic_tools.bench.resize.command import main as resize
 
 
 def parser() -> argparse.ArgumentParser:
@@ -13,6 +14,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="scripts/bench",
         description="Compares the unpatched engine with the patched one, elastic off, and on but idle. Takes minutes.",
+        epilog="Another benchmark: `scripts/bench resize`, what a resize costs while requests decode.",
     )
     made.add_argument("--rounds", type=int, default=84, help="rounds that count, 5 at least (default %(default)s)")
     made.add_argument("--warm-up", type=int, default=2, help="rounds before them (default %(default)s)")
@@ -27,6 +29,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Runs it. The exit status says whether it ran and the tokens were the same, not how fast the engines were."""
+    if sys.argv[1:2] == ["resize"]:
+        return resize(sys.argv[2:])
     given = parser().parse_args()
     if given.rounds < 5 or given.tokens < 2 or given.requests < 1 or given.warm_up < 0:
         parser().error("at least 5 rounds, 1 request and 2 tokens are needed")
