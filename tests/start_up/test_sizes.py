@@ -153,3 +153,18 @@ def test_state_space_layers_are_refused_by_name():
     spec = MambaSpec(block_size=16, shapes=((4, 64),), dtypes=(torch.float32,))
     with pytest.raises(ValueError, match=r"state-space \(Mamba\) layers"):
         make_elastic(Config(ElasticKVConfig()), Executor(), [upstream(100, spec)])
+
+
+def test_a_cache_on_the_host_is_refused_by_name():
+    config = upstream(100)
+    config.kv_cache_groups[0].host_resident = True
+    with pytest.raises(ValueError, match="does not support a KV cache that is kept on the host"):
+        make_elastic(Config(ElasticKVConfig()), Executor(), [config])
+
+
+def test_a_model_without_a_cache_is_refused_by_name():
+    """Such as one that only encodes."""
+    config = upstream(100)
+    config.kv_cache_tensors = []
+    with pytest.raises(ValueError, match="needs a model that has a KV cache; this one has none"):
+        make_elastic(Config(ElasticKVConfig()), Executor(), [config])
