@@ -94,6 +94,18 @@ def test_messages(heading):
     assert [message for message in messages if not says(message)] == []
 
 
+def test_what_works_is_what_is_tested():
+    """The tests that the tables name exist, and each cell is named."""
+    section = OPERATING.read_text().split("## What works with it")[1].split("\n## ")[0]
+    source = (ROOT / "tests" / "models" / "test_cells.py").read_text()
+    cells = re.findall(r'^    "([^"]+)": Cell\(', (ROOT / "tests" / "models" / "cells.py").read_text(), re.MULTILINE)
+    named = re.findall(r"`(test_\w+)(?:\[([^]]+)\])?`", section)
+    assert {test for test, _ in named} <= set(re.findall(r"^def (test_\w+)", source, re.MULTILINE))
+    assert sorted(cell for _, cell in named if cell) == sorted([*cells, "full attention"])  # named for its dtype too
+    for path in re.findall(r"`(tests/[\w/.]+)`", section):
+        assert (ROOT / path).exists(), path
+
+
 def test_a_message_that_no_source_has():
     assert not says("The elastic KV cache is delighted to see …")
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from vllm.config import CacheConfig, DeviceConfig, VllmConfig
 from vllm.config.elastic_kv import ElasticKVConfig
-from vllm.v1.elastic_kv import worker_side
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.elastic_kv import start_up, worker_side
 from vllm.v1.elastic_kv.start_up import make_elastic
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -157,3 +158,20 @@ def test_state_space_layers_are_refused_by_name():
     spec = MambaSpec(block_size=16, shapes=((4, 64),), dtypes=(torch.float32,))
     with pytest.raises(ValueError, match=r"state-space \(Mamba\) layers"):
         make_elastic(make_config(ElasticKVConfig()), Executor(), [layers(spec)], [1 << 20])
+
+
+def test_a_cache_on_the_host_is_refused_by_name(monkeypatch):
+    def on_the_host(*arguments):
+        configs = get_kv_cache_configs(*arguments)
+        configs[0].kv_cache_groups[0].host_resident = True
+        return configs
+
+    monkeypatch.setattr(start_up, "get_kv_cache_configs", on_the_host)
+    with pytest.raises(ValueError, match="does not support a KV cache that is kept on the host"):
+        sizes({})
+
+
+def test_a_model_without_a_cache_is_refused_by_name():
+    """Such as one that only encodes."""
+    with pytest.raises(ValueError, match="needs a model that has a KV cache; this one has none"):
+        make_elastic(make_config(ElasticKVConfig()), Executor(), [{}], [0])

@@ -123,16 +123,6 @@ def detach(worker: Any, chunks: Sequence[int]) -> RankReport:
     return _report(worker, lambda arena: arena.detach(chunks))
 
 
-def prepare(worker: Any, chunks: Sequence[int]) -> RankReport:
-    """Begin to make pages for `chunks` on this rank, in the background."""
-    return _report(worker, lambda arena: arena.prepare(chunks))
-
-
-def discard(worker: Any) -> None:
-    """Give pages back that were made and not attached."""
-    _arena(worker).discard_prepared()
-
-
 def busy(worker: Any) -> bool:
     """Whether pages are being made, or given back."""
     return _arena(worker).busy
