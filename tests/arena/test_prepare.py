@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import pytest
 from vllm.v1.elastic_kv.page_driver import OutOfMemoryError, PageDriverError
@@ -73,6 +74,8 @@ def test_discarded_pages_go_back(arena, held):
     if held:
         arena.driver.hold("create")
     arena.prepare([1, 2, 4])
+    while held and arena.driver.calls["create"] == SEGMENTS:
+        time.sleep(0.001)  # until the background is in the middle of it
     arena.discard_prepared()
     arena.driver.go_on()
     assert picture(arena) == before
@@ -236,6 +239,23 @@ def test_the_memory_goes_with_the_last_view_also_if_the_background_drops_it(faul
     assert arena.settle(SETTLE_S)
     assert not faulty.live
     assert arena.nbytes == 0
+
+
+def test_closing_in_the_middle_of_a_job_waits_for_its_end(faulty, caplog):
+    arena = make_arena(faulty)
+    arena.attach([0, 1])
+    views, real = [arena.owned_tensor()], faulty.release
+
+    def release(handle: int) -> None:
+        views.clear()
+        real(handle)
+
+    faulty.release = release
+    arena.detach([0])
+    assert arena.settle(SETTLE_S)
+    assert not faulty.live
+    assert arena.nbytes == 0
+    assert not caplog.text
 
 
 def test_handles_of_neighbours_are_common_if_they_can_be_cut(arena):
