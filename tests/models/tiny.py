@@ -10,9 +10,10 @@ import transformers
 from safetensors.numpy import save_file
 from support.servers import smollm2
 
-LAYERS = {"num_hidden_layers": 4, "intermediate_size": 128, "max_position_embeddings": 1024}
+LAYERS = {"num_hidden_layers": 2, "intermediate_size": 128, "max_position_embeddings": 1024}
 ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 WINDOWS = {
+    "num_hidden_layers": 4,
     "sliding_window": 64,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "query_pre_attn_scalar": 32,
@@ -62,9 +63,7 @@ MODELS: dict[str, tuple[str, dict]] = {
     "mamba": ("Mamba2", {"num_hidden_layers": 2, "num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1}),
     "hybrid": (
         "FalconH1",
-        LAYERS
-        | ATTENTION
-        | {"num_hidden_layers": 2, "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16},
+        LAYERS | ATTENTION | {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16},
     ),
 }
 
