@@ -8,6 +8,7 @@ from vllm.v1.elastic_kv.arena import KVArena
 from vllm.v1.elastic_kv.block_pool import ElasticBlockPool
 from vllm.v1.elastic_kv.host_driver import HostPageDriver
 from vllm.v1.elastic_kv.layout import ElasticKVLayout, Segment
+from vllm.v1.elastic_kv.moves import copy_blocks
 from vllm.v1.request import Request
 
 PAGE = 4096
@@ -84,9 +85,10 @@ def check(pool: ElasticBlockPool, arena: KVArena | None = None) -> None:
     counts = pool.counts()
     layout = pool.layout
     resident = {block for chunk in pool.resident_chunks for block in pool._ids(chunk)}
+    withdrawn = {block for chunk in pool._leaving for block in pool._ids(chunk) if not pool.blocks[block].ref_cnt}
     assert counts.used + counts.cached + counts.free == pool.num_gpu_blocks - 1
     assert min(counts.used, counts.cached, counts.free) >= 0
-    assert len(resident) == pool.num_gpu_blocks <= layout.capacity_blocks
+    assert len(resident - withdrawn) == pool.num_gpu_blocks <= layout.capacity_blocks
     assert layout.base_blocks <= pool.num_gpu_blocks
     assert sorted(pool.missing_chunks() + list(pool.resident_chunks)) == list(range(layout.capacity_chunks))
     assert 0.0 <= pool.get_usage() <= 1.0
@@ -108,10 +110,22 @@ def grow(pool: ElasticBlockPool, arena: KVArena, chunks: list[int]) -> None:
 
 
 def shrink(pool: ElasticBlockPool, arena: KVArena, num_chunks: int):
+    """A shrink with its moves, in one go. Returns the plan."""
     plan = pool.plan_shrink(num_chunks)
-    pool.shrink(plan)
+    evicted = pool.withdraw(plan.chunks)
+    assert evicted == plan.evicted
+    move(pool, arena, plan.moved)
     arena.detach(plan.chunks)
+    pool.retire(plan.chunks)
     return plan
+
+
+def move(pool: ElasticBlockPool, arena: KVArena, at_most: int) -> None:
+    """Move live blocks out of leaving chunks, with what is in them."""
+    moves = pool.next_moves(at_most)
+    if moves:
+        copy_blocks(arena, *zip(*moves, strict=True))
+        pool.move(moves)
 
 
 def write(arena: KVArena, block: int, value: int) -> None:

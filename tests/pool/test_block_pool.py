@@ -1,5 +1,6 @@
 """What a block pool that grows and shrinks owes its users."""
 
+import random
 from collections import Counter
 
 import pytest
@@ -16,10 +17,24 @@ def chunk_of(pool, block_id: int) -> int:
 
 
 def shrink(pool, num_chunks: int) -> ShrinkPlan:
+    """A shrink from its plan to its end, with the moves it takes."""
     plan = pool.plan_shrink(num_chunks)
-    pool.shrink(plan)
+    before = pool.num_gpu_blocks
+    evicted = pool.withdraw(plan.chunks)
     check(pool)
+    moves = pool.next_moves(10_000)
+    pool.move(moves)
+    assert pool.emptied() == list(plan.chunks)
+    pool.retire(plan.chunks)
+    assert not pool.leaving
+    check(pool)
+    assert (evicted, len(moves)) == (plan.evicted, plan.moved)
+    assert pool.num_gpu_blocks == before - len(plan.chunks) * pool.layout.chunk_blocks
     return plan
+
+
+def planned(chunks: tuple[int, ...], evicted=0, moved=0, missing=0, shortfall=0) -> ShrinkPlan:
+    return ShrinkPlan(chunks, evicted, moved, missing, shortfall)
 
 
 def take(pool, *block_ids: int) -> list:
@@ -112,9 +127,9 @@ class TestOrderOfVictims:
         cache(pool, 1, [pool.blocks[10], pool.blocks[11]])
         pool.free_blocks([pool.blocks[11], pool.blocks[10]])
         plan = pool.plan_shrink(4)
-        assert plan == ShrinkPlan(chunks=(1, 2, 3, 4), evicted=0, missing=0)
+        assert plan == planned((1, 2, 3, 4))
         plan = pool.plan_shrink(5)
-        assert plan == ShrinkPlan(chunks=(1, 2, 3, 4, cached), evicted=2, missing=0)
+        assert plan == planned((1, 2, 3, 4, cached), evicted=2)
 
     def test_free_chunks_go_from_the_top(self):
         pool = make_pool(make_layout(chunk_blocks=2, start=6))
@@ -128,7 +143,7 @@ class TestOrderOfVictims:
             cache(pool, order, pair)
             pool.free_blocks(reversed(pair))
         for count, expected in enumerate([(), (3,), (1, 3), (1, 3, 4), (1, 2, 3, 4)]):
-            assert pool.plan_shrink(count) == ShrinkPlan(chunks=expected, evicted=2 * count, missing=0)
+            assert pool.plan_shrink(count) == planned(expected, evicted=2 * count)
         # A hit makes the oldest one the newest.
         pool.touch([pool.blocks[6]])
         pool.free_blocks([pool.blocks[6]])
@@ -147,33 +162,35 @@ class TestOrderOfVictims:
         block = take(pool, 4)
         cache(pool, 1, block)
         pool.free_blocks(block)
-        assert pool.plan_shrink(1) == ShrinkPlan(chunks=(1,), evicted=1, missing=0)
+        assert pool.plan_shrink(1) == planned((1,), evicted=1)
 
-    def test_live_chunks_are_never_chosen(self):
+    def test_live_chunks_go_last_those_with_the_fewest_blocks_first(self):
+        pool = make_pool(make_layout(chunk_blocks=3, start=5))
+        take(pool, 4, 5, 6, 12)  # two in chunk 1, one in chunk 2, one in chunk 4
+        cache(pool, 1, cached := take(pool, 9, 10, 11))
+        pool.free_blocks(cached)
+        assert [pool.plan_shrink(count).chunks for count in range(4)] == [(), (3,), (3, 4), (2, 3, 4)]
+        assert pool.plan_shrink(2) == planned((3, 4), evicted=3, moved=1)
+
+    def test_live_blocks_that_do_not_fit_stop_it(self):
         pool = make_pool(make_layout(chunk_blocks=2, start=5))
-        live = take(pool, 3, 8)
-        plan = shrink(pool, 4)
-        assert plan == ShrinkPlan(chunks=(2, 3), evicted=0, missing=2)
+        live = take(pool, 3, 4, 8)
+        assert pool.plan_shrink(4) == planned((2, 3, 4), moved=2, missing=1, shortfall=2)
+        assert pool.plan_shrink(9) == planned((2, 3, 4), moved=2, missing=6, shortfall=2)
+        shrink(pool, 4)
+        assert {block.block_id for block in live} == {1, 2, 3}
+        assert pool.plan_shrink(1) == planned((), missing=1, shortfall=2)
         pool.free_blocks(live)
-        assert shrink(pool, 2).chunks == (1, 4)
-
-    def test_a_live_prefix_stays(self):
-        pool = make_pool(make_layout(chunk_blocks=2, start=3))
-        cached_then_freed(pool, seed=1, count=5)
-        shared = pool.get_cached_block(make_request("hit", prompt(1, 5)).block_hashes[3], [0])
-        pool.touch(shared)
-        plan = shrink(pool, 9)
-        assert chunk_of(pool, shared[0].block_id) not in plan.chunks
-        assert shared[0].block_hash is not None
+        assert shrink(pool, 1) == planned((1,))
 
     def test_the_base_stays(self):
         pool = make_pool(make_layout(chunk_blocks=2, base=2, start=4))
-        assert shrink(pool, 99) == ShrinkPlan(chunks=(2, 3), evicted=0, missing=97)
+        assert shrink(pool, 99) == planned((2, 3), missing=97)
         assert pool.num_gpu_blocks == pool.layout.base_blocks
 
     def test_the_null_block_stays(self):
         pool = make_pool(make_layout(chunk_blocks=1, base=1, start=4))
-        assert shrink(pool, 4) == ShrinkPlan(chunks=(1, 2, 3), evicted=0, missing=1)
+        assert shrink(pool, 4) == planned((1, 2, 3), missing=1)
         assert pool.get_num_free_blocks() == 0
         assert pool.get_usage() == 0
         with pytest.raises(ValueError, match="Cannot get 1 free"):
@@ -181,22 +198,118 @@ class TestOrderOfVictims:
 
     def test_nothing(self):
         pool = make_pool()
-        assert shrink(pool, 0) == ShrinkPlan(chunks=(), evicted=0, missing=0)
+        assert shrink(pool, 0) == planned(())
 
 
-def test_a_plan_that_is_out_of_date_changes_nothing():
+class TestMoves:
+    def test_whoever_holds_a_block_follows_it(self):
+        """Blocks trade ids: requests that share one, and the prefix that names it, need no change."""
+        pool = make_pool(make_layout(chunk_blocks=2, start=4))
+        shared, own = take(pool, 6, 7)
+        cache(pool, 1, [shared])
+        pool.touch([shared])  # a second request has it
+        first, second = [shared, own], [shared]
+        assert shrink(pool, 3) == planned((1, 2, 3)[1:], moved=2, missing=1, shortfall=1)
+        assert {block.block_id for block in first} <= {1, 2, 3}
+        assert second[0] is first[0]
+        block_hash = make_request("hit", prompt(1, 1)).block_hashes[0]
+        assert pool.get_cached_block(block_hash, [0]) == [shared]
+        pool.free_blocks(first)
+        pool.free_blocks(second)
+        check(pool)
+        assert pool.counts().used == 0
+
+    def test_however_scattered_it_shrinks_to_the_live_blocks(self):
+        """kvcached #359: 0 of 89 pages could be reclaimed, because live blocks were scattered."""
+        choose = random.Random(4)
+        for chunk_blocks in (1, 2, 3, 5, 8):
+            pool = make_pool(make_layout(chunk_blocks=chunk_blocks, base=1, start=30, capacity=30))
+            blocks = pool.get_new_blocks(pool.get_num_free_blocks())
+            choose.shuffle(blocks)
+            live = blocks[: len(blocks) // 4]
+            pool.free_blocks(blocks[len(live) :])
+            least = -(-(len(live) + 1) // chunk_blocks)
+            plan = shrink(pool, 30 - least)
+            assert (plan.missing, plan.shortfall) == (0, 0)
+            assert pool.num_gpu_blocks == least * chunk_blocks
+            assert sorted({block.block_id for block in live}) == sorted(block.block_id for block in live)
+
+    def test_some_at_a_time(self):
+        pool = make_pool(make_layout(chunk_blocks=2, start=6))
+        take(pool, 4, 5, 6, 8)
+        pool.withdraw((2, 3, 4))
+        assert pool.emptied() == []
+        for moves in (1, 1, 1, 1):
+            check(pool)
+            some = pool.next_moves(moves)
+            assert len(some) == 1
+            pool.move(some)
+            pool.retire(pool.emptied())
+        assert not pool.leaving
+        check(pool)
+
+    def test_a_block_that_is_freed_meanwhile_does_not_come_back(self):
+        pool = make_pool(make_layout(chunk_blocks=2, start=4), enable_kv_cache_events=True)
+        live = take(pool, 4, 6)
+        cache(pool, 1, live)
+        pool.take_events()
+        pool.withdraw((2, 3))
+        free = pool.get_num_free_blocks()
+        pool.free_blocks([live[0]])
+        check(pool)
+        assert pool.get_num_free_blocks() == free + 1  # its destination, not the block
+        assert pool.emptied() == [2]
+        assert [type(event) for event in pool.take_events()] == [BlockRemoved]
+        assert {block.block_id for block in pool.get_new_blocks(free + 1)} <= {1, 2, 3}
+
+    def test_what_is_left_can_be_published_again(self):
+        pool = make_pool(make_layout(chunk_blocks=2, start=4))
+        live = take(pool, 3, 5, 6, 7)
+        pool.withdraw((2, 3)[:1])
+        pool.restore()
+        check(pool)
+        assert pool.num_gpu_blocks == 8
+        pool.free_blocks(live)
+        live = take(pool, 5, 6)
+        pool.withdraw((2, 3))
+        pool.move(pool.next_moves(1))
+        pool.retire(pool.emptied())
+        pool.restore()
+        check(pool)
+        assert pool.num_gpu_blocks == 6
+        assert len(pool.get_new_blocks(pool.get_num_free_blocks())) == 5 - len(live)
+
+    def test_the_metrics_of_a_block_go_with_it(self):
+        collector = KVCacheMetricsCollector(sample_rate=1.0)
+        pool = make_pool(make_layout(chunk_blocks=2, start=3), metrics_collector=collector)
+        (block,) = take(pool, 4)
+        metrics = collector.block_metrics[4]
+        pool.withdraw((2,))
+        pool.move(pool.next_moves(1))
+        assert collector.block_metrics[block.block_id] is metrics
+        assert 4 not in collector.block_metrics
+
+    def test_events_tell_of_no_move(self):
+        pool = make_pool(make_layout(chunk_blocks=2, start=3), enable_kv_cache_events=True)
+        cache(pool, 1, take(pool, 4))
+        pool.take_events()
+        shrink(pool, 1)
+        shrink(pool, 1)
+        assert pool.take_events() == []
+
+
+def test_a_plan_that_is_out_of_date_is_refused():
     pool = make_pool(make_layout(chunk_blocks=2, start=4))
     plan = pool.plan_shrink(3)
-    live = take(pool, 7)  # in the last chunk of the plan
-    with pytest.raises(AssertionError, match="in use"):
-        pool.shrink(plan)
-    check(pool)
-    assert pool.num_gpu_blocks == 8
-    pool.free_blocks(live)
-    pool.shrink(plan)
+    shrink(pool, 1)
     with pytest.raises(AssertionError, match="not resident"):
-        pool.shrink(plan)
-    check(pool)
+        pool.withdraw(plan.chunks)
+    with pytest.raises(AssertionError, match="of the base"):
+        pool.withdraw((0,))
+    pool.withdraw((1,))
+    for call in (lambda: pool.withdraw((2,)), lambda: pool.plan_shrink(1)):
+        with pytest.raises(AssertionError, match="another shrink"):
+            call()
 
 
 def test_withdrawn_blocks_are_not_handed_out():
@@ -275,21 +388,11 @@ def test_the_metrics_collector_forgets_withdrawn_blocks():
     assert len(collector.drain_events()) == 4
 
 
-def test_readers_of_a_released_block_are_told():
-    pool = make_pool(make_layout(chunk_blocks=2, start=3))
-    told = []
-    pool.unpin_blocks(take(pool, 4), lambda block: told.append(block.block_id))
-    shrink(pool, 1)
-    assert told == ([] if 2 in pool.resident_chunks else [4])
-    shrink(pool, 1)
-    assert told == [4]
-
-
 def test_without_prefix_caching():
     pool = make_pool(make_layout(chunk_blocks=2, start=4), enable_caching=False)
     blocks = pool.get_new_blocks(7)
     pool.free_blocks(reversed(blocks))
-    assert shrink(pool, 3) == ShrinkPlan(chunks=(1, 2, 3), evicted=0, missing=0)
+    assert shrink(pool, 3) == planned((1, 2, 3))
     pool.grow([1, 2, 3])
     check(pool)
     assert len(pool.get_new_blocks(7)) == 7
@@ -349,7 +452,7 @@ def test_check_finds_what_is_broken():
     def stale_prefix(pool) -> None:
         block = pool.blocks[5]
         entry = block.block_hash
-        pool.shrink(ShrinkPlan(chunks=(2,), evicted=0, missing=0))
+        pool.withdraw((2,))
         pool.cached_block_hash_to_block.insert(entry, block)
 
     broken(stale_prefix)

@@ -4,7 +4,20 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from .pools import TOKENS, check, grow, make_arena, make_layout, make_pool, make_request, prompt, reads, shrink, write
+from .pools import (
+    TOKENS,
+    check,
+    grow,
+    make_arena,
+    make_layout,
+    make_pool,
+    make_request,
+    move,
+    prompt,
+    reads,
+    shrink,
+    write,
+)
 
 
 class Life(RuleBasedStateMachine):
@@ -98,10 +111,32 @@ class Life(RuleBasedStateMachine):
         before = self.pool.num_gpu_blocks
         plan = shrink(self.pool, self.arena, num_chunks)
         gone = {block for chunk in plan.chunks for block in self.pool._ids(chunk)}
-        assert not gone & live
+        assert plan.moved == len(gone & live)
+        assert len({block.block_id for blocks, _ in self.running for block in blocks}) == len(live)
+        chunk, base = self.layout.chunk_blocks, self.layout.base_blocks
+        assert self.pool.num_gpu_blocks == max(
+            before - num_chunks * chunk, base, -(-(len(live) + 1) // chunk) * chunk
+        ), "as far as asked, to the base, or to the live blocks"
         assert min(plan.chunks, default=99) >= self.layout.base_blocks // self.layout.chunk_blocks
         assert len(plan.chunks) + plan.missing == num_chunks
         assert self.pool.num_gpu_blocks == before - len(gone)
+        self.resizes += 1
+
+    @rule(num_chunks=st.integers(1, 9), steps=st.lists(st.sampled_from(["move", "free", "retire"]), max_size=6))
+    def shrink_in_steps_and_give_up(self, num_chunks, steps):
+        """Requests end meanwhile; then what is left is published again."""
+        self.pool.withdraw(self.pool.plan_shrink(num_chunks).chunks)
+        for step in steps:
+            if step == "move":
+                move(self.pool, self.arena, 1)
+            elif step == "free" and self.running:
+                self.free(which=0)
+            elif step == "retire":
+                empty = self.pool.emptied()
+                self.arena.detach(empty)
+                self.pool.retire(empty)
+            check(self.pool, self.arena)
+        self.pool.restore()
         self.resizes += 1
 
     @rule()
