@@ -74,7 +74,8 @@ def test_discarded_pages_go_back(arena, held):
     if held:
         arena.driver.hold("create")
     arena.prepare([1, 2, 4])
-    while held and arena.driver.calls["create"] == SEGMENTS:
+    deadline = time.monotonic() + 60
+    while held and arena.driver.calls["create"] == SEGMENTS and time.monotonic() < deadline:
         time.sleep(0.001)  # until the background is in the middle of it
     arena.discard_prepared()
     arena.driver.go_on()

@@ -192,14 +192,6 @@ class KVArena:
         for run in [*ready, *missing]:
             self._attached.add(run)
 
-    busy = False
-
-    def prepare(self, chunks):
-        pass
-
-    def discard_prepared(self):
-        pass
-
     def detach(self, chunks: Iterable[int]) -> None:
         """Take the pages of `chunks`, and give them back to the device in the background.
 
