@@ -191,6 +191,7 @@ def test_the_answer_has_the_names_of_the_interface():
         "to": 8,
         "evicted": 3,
         "moved": 0,
+        "moved_bytes": 0,
         "preempted": 0,
         "duration_ms": 0.0,
         "pause_ms": 0.0,

@@ -4,16 +4,77 @@ from collections import deque
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from arena.drivers import FaultyDriver, Indivisible
 from pool.pools import TOKENS, check, make_arena, make_layout, make_pool
 from vllm.config.elastic_kv import ElasticKVConfig
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.elastic_kv.controller import ElasticKVController
+from vllm.v1.elastic_kv.host_driver import HostPageDriver
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
 SPEC = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
 MODEL_LEN = 10 * TOKENS
 WATERMARK = 0.1
+
+
+class Runner(SimpleNamespace):
+    """What a model runner of version 1 keeps of requests, for two requests of three blocks."""
+
+    def __init__(self, arena) -> None:
+        layout = SimpleNamespace(arena=arena, capacity_blocks=arena.capacity_chunks * arena.chunk_blocks)
+        table = np.zeros((4, 8), dtype=np.int32)
+        super().__init__(
+            kv_cache_config=SimpleNamespace(elastic_kv=layout),
+            requests={},
+            input_batch=SimpleNamespace(
+                num_reqs=2,
+                block_table=SimpleNamespace(block_tables=[SimpleNamespace(block_table=SimpleNamespace(np=table))]),
+            ),
+        )
+
+    @property
+    def table(self) -> np.ndarray:
+        return self.input_batch.block_table.block_tables[0].block_table.np
+
+
+class Scheduler:
+    """Running requests and their blocks, and what upstream's scheduler does with one that is preempted."""
+
+    policy = SchedulingPolicy.FCFS
+
+    def __init__(self, manager) -> None:
+        self.kv_cache_manager = manager
+        self.running: list[SimpleNamespace] = []
+        self.waiting: list[SimpleNamespace] = []
+        self.prev_step_scheduled_req_ids: set[str] = set()
+
+    def run(self, name: str, count: int, **fields) -> SimpleNamespace:
+        """A request that runs with `count` blocks."""
+        request = SimpleNamespace(request_id=name, **fields)
+        self.running.append(request)
+        self.blocks[name] = self.kv_cache_manager.block_pool.get_new_blocks(count)
+        return request
+
+    @property
+    def blocks(self) -> dict[str, list]:
+        return self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+
+    def has_requests(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def finish(self, name: str) -> None:
+        self.running = [request for request in self.running if request.request_id != name]
+        self.kv_cache_manager.block_pool.free_blocks(reversed(self.blocks.pop(name)))
+
+    def _request_blocks_can_be_freed(self, request) -> bool:
+        return True
+
+    def _preempt_request(self, request, timestamp, drop_stale_output=False) -> None:
+        assert request not in self.running
+        self.kv_cache_manager.block_pool.free_blocks(reversed(self.blocks.pop(request.request_id)))
+        self.waiting.insert(0, request)
 
 
 class Executor:
@@ -24,7 +85,7 @@ class Executor:
             SimpleNamespace(
                 rank=rank,
                 device=torch.device("cpu"),
-                model_runner=SimpleNamespace(kv_cache_config=SimpleNamespace(elastic_kv=SimpleNamespace(arena=arena))),
+                model_runner=Runner(arena),
             )
             for rank, arena in enumerate(arenas)
         ]
@@ -67,10 +128,12 @@ class Executor:
 class Engine:
     """The parts of an engine core that the controller uses. Sizes are chunks."""
 
-    def __init__(self, ranks=2, chunk_blocks=2, base=1, start=3, capacity=8, strides=None) -> None:
+    def __init__(
+        self, ranks=2, chunk_blocks=2, base=1, start=3, capacity=8, strides=None, policy="static", divisible=False
+    ) -> None:
         self.layout = make_layout(chunk_blocks, base, start, capacity)
         # One handle for each chunk and segment, so that a test can say which call fails.
-        self.drivers = [FaultyDriver(Indivisible()) for _ in range(ranks)]
+        self.drivers = [FaultyDriver(HostPageDriver() if divisible else Indivisible()) for _ in range(ranks)]
         strides = strides or [4096] * ranks
         self.arenas = [
             make_arena(self.layout, driver, stride) for driver, stride in zip(self.drivers, strides, strict=True)
@@ -79,17 +142,18 @@ class Engine:
         self.model_executor = Executor(self.arenas)
         self.batch_queue: deque | None = deque()
         self.log_stats = True
-        self.scheduler = SimpleNamespace(
-            kv_cache_manager=SimpleNamespace(
+        self.scheduler = Scheduler(
+            SimpleNamespace(
                 block_pool=self.pool,
                 watermark_blocks=int(WATERMARK * self.layout.start_blocks),
                 kv_cache_config=SimpleNamespace(
                     num_blocks=self.layout.start_blocks, kv_cache_groups=[KVCacheGroupSpec(["layer"], SPEC)]
                 ),
+                coordinator=SimpleNamespace(single_type_managers=[SimpleNamespace(req_to_blocks={})]),
             ),
         )
         self.vllm_config = SimpleNamespace(
-            elastic_kv_config=ElasticKVConfig(),
+            elastic_kv_config=ElasticKVConfig(policy=policy),
             cache_config=SimpleNamespace(
                 block_size=TOKENS,
                 num_gpu_blocks=self.layout.start_blocks,
@@ -123,6 +187,15 @@ class Engine:
             self.controller.poll()
         raise AssertionError("a transaction does not end")
 
+    def turns(self, answer: Future) -> int:
+        """Let the workers and the engine take turns until a resize has ended. Returns how many it took."""
+        for turn in range(1000):
+            if answer.done():
+                return turn
+            self.model_executor.step()
+            self.controller.poll()
+        raise AssertionError("a transaction does not end")
+
     def launch_step(self) -> Future:
         """Put a step into flight, as the engine's step does."""
         future: Future = Future()
@@ -147,16 +220,17 @@ class Engine:
         """All ranks agree with each other, with the system, with the pool and with upstream's numbers."""
         for arena in self.arenas:
             check(self.pool, arena if same_as_pool else None)
-            assert arena.attached >= self.pool.resident_chunks
+            assert arena.attached >= self.pool.resident_chunks - self.pool._leaving
             # A rank that failed is followed by the others in the next turn.
             assert arena.attached == self.arenas[0].attached or not same_as_pool
             assert arena.reported_bytes() == arena.resident_bytes
             assert len(arena.driver.live) == arena.num_handles
         blocks = self.resident_blocks()
         cache_config, manager = self.vllm_config.cache_config, self.scheduler.kv_cache_manager
-        assert manager.kv_cache_config.num_blocks == cache_config.num_gpu_blocks == blocks
-        assert manager.watermark_blocks == int(WATERMARK * blocks)
-        assert cache_config.kv_cache_size_tokens == blocks * TOKENS
+        if not self.pool.leaving:  # a block that is freed while its chunk leaves is counted out when the chunk is
+            assert manager.kv_cache_config.num_blocks == cache_config.num_gpu_blocks == blocks
+            assert manager.watermark_blocks == int(WATERMARK * blocks)
+            assert cache_config.kv_cache_size_tokens == blocks * TOKENS
         state = self.controller.state()
         counts = state["blocks"]
         assert counts["resident"] == blocks

@@ -16,7 +16,8 @@ from vllm.v1.elastic_kv.resizer import RanksDisagreeError
 
 from .engine import Engine
 
-ANSWER = {"outcome", "from", "to", "evicted", "moved", "preempted", "duration_ms", "pause_ms", "reason"}
+COSTS = ("evicted", "moved", "moved_bytes", "preempted")
+ANSWER = {"outcome", "from", "to", *COSTS, "duration_ms", "pause_ms", "reason"}
 
 
 @pytest.fixture
@@ -32,13 +33,15 @@ def small_slices(monkeypatch):
     """One chunk at a time, so that a resize can fail after it has begun."""
     monkeypatch.setattr(resizer_module, "SLICE_MS", 1e-9)
     monkeypatch.setattr(resizer_module, "FIRST_SLICE_BYTES", 1)
+    monkeypatch.setattr(resizer_module, "PREPARE_BYTES", 1)
 
 
-def brief(answer: dict) -> tuple:
+def brief(answer: dict, moved: int = 0, preempted: int = 0) -> tuple:
     assert set(answer) == ANSWER
     assert answer["duration_ms"] >= 0
     assert answer["pause_ms"] >= 0
-    assert (answer["moved"], answer["preempted"]) == (0, 0)
+    assert (answer["moved"], answer["preempted"]) == (moved, preempted)
+    assert bool(answer["moved_bytes"]) == bool(moved)
     return answer["outcome"], answer["from"], answer["to"], answer["evicted"]
 
 
@@ -64,7 +67,7 @@ class TestOutcomes:
     def test_the_size_that_is_there(self, engine):
         assert brief(engine.resize(blocks=6)) == ("done", 6, 6, 0)
         engine.check()
-        assert set(engine.model_executor.calls) <= {"measure"}
+        assert set(engine.model_executor.calls) <= {"busy", "measure"}
 
     @pytest.mark.parametrize(
         ("fields", "blocks"),
@@ -94,7 +97,7 @@ class TestOutcomes:
         live = engine.pool.get_new_blocks(3)  # 1, 2 and 3: chunks 0 and 1
         answer = engine.resize(blocks=2)
         assert brief(answer) == ("partial", 6, 4, 0)
-        assert "1 chunks hold blocks that requests are using" in answer["reason"]
+        assert answer["reason"] == "live blocks need the room of 1 more chunks"
         engine.check()
         answer = engine.resize(blocks=2)
         assert brief(answer) == ("refused", 4, 4, 0)
@@ -227,7 +230,7 @@ class TestFailingRanks:
         assert "; rank" not in answer["reason"]
         engine.check()
         after = engine.controller.state()
-        assert after["blocks"] == before["blocks"]
+        assert after["blocks"] == before["blocks"] | {"allowed": 16}
         assert after["ranks"] == before["ranks"]
         assert after["transactions"]["failed"] == 1
         assert brief(engine.resize(blocks=16)) == ("done", 6, 16, 0)  # memory came free
@@ -370,14 +373,18 @@ class TestStepsInFlight:
             engine.controller.poll()
             assert engine.resident_blocks() == 6
             assert engine.controller.state()["blocks"]["resident"] == 6
-        engine.model_executor.step()
-        engine.controller.poll()
-        assert engine.resident_blocks() == 16
-        engine.check()
-        assert not answer.done()  # it is still measuring
-        engine.model_executor.step()
-        engine.controller.poll()
+        sizes = []
+        while not answer.done():
+            engine.model_executor.step()
+            attached = {len(arena.attached) for arena in engine.arenas}
+            engine.controller.poll()
+            sizes.append((engine.resident_blocks(), attached))
+        assert sizes[-1] == (16, {8})
+        assert all(attached == {8} for blocks, attached in sizes if blocks == 16)
         assert brief(answer.result()) == ("done", 6, 16, 0)
+        engine.model_executor.hold = False
+        engine.end_step()
+        engine.check()
 
     def test_blocks_freed_by_the_step_in_flight_do_not_leave(self, engine):
         """What a shrink takes is settled when it begins."""
@@ -464,19 +471,15 @@ class TestQueue:
     def test_growth_stops_where_its_time_is_up(self, engine, small_slices, monkeypatch):
         real, clock = time.monotonic, [0.0]
         monkeypatch.setattr(time, "monotonic", lambda: real() + clock[0])
-        engine.model_executor.hold = True
         engine.launch_step()
         answer = engine.controller.resize({"blocks": 16, "timeout_s": 5})
-        engine.model_executor.step()
-        engine.controller.poll()
-        clock[0] = 10.0
-        while not answer.done():
-            engine.model_executor.step()
+        while engine.resident_blocks() == 6:
             engine.controller.poll()
+        clock[0] = 10.0
+        engine.turns(answer)
         assert brief(answer.result())[:2] == ("partial", 6)
         assert brief(answer.result())[2] in (8, 10)
         assert "not done within 5 s" in answer.result()["reason"]
-        engine.model_executor.hold = False
         engine.end_step()
         engine.check()
 
@@ -510,7 +513,7 @@ class TestExecutorFailures:
             engine.controller.poll()
 
     def test_a_broken_executor_reaches_the_engine_loop(self, engine):
-        engine.model_executor.broken_on = "attach"
+        engine.model_executor.broken_on = "prepare"
         with pytest.raises(RuntimeError, match="shut down"):
             engine.controller.resize({"blocks": 16})
         assert engine.controller.pending
@@ -529,26 +532,26 @@ class TestExecutorFailures:
 
 
 class TestSlices:
-    """A resize is cut so that none of its parts holds up a step for long."""
+    """A shrink is cut so that none of its parts holds up a step for long."""
 
     def parts(self, engine, monkeypatch, cost_ms) -> list[int]:
-        """Chunks per call while the cache grows from its start to its capacity, at `cost_ms` each."""
+        """Chunks per call while the cache shrinks from its start to its base, at `cost_ms` each."""
         sizes = []
 
-        def attach(worker, chunks):
+        def detach(worker, chunks):
             if worker.rank == 0:
                 sizes.append(len(chunks))
-            worker.model_runner.kv_cache_config.elastic_kv.arena.attach(chunks)
+            worker.model_runner.kv_cache_config.elastic_kv.arena.detach(chunks)
             return {"rank": worker.rank, "error": None, "elapsed_ms": cost_ms * len(chunks)}
 
-        monkeypatch.setattr(resizer_module.worker_side, "attach", attach)
-        engine.controller._resizer._chunks_per_ms[attach] = 4 / resizer_module.SLICE_MS
-        assert engine.resize(fraction=1)["outcome"] == "done"
+        monkeypatch.setattr(resizer_module.worker_side, "detach", detach)
+        engine.controller._resizer._pace[detach] = 4 / resizer_module.SLICE_MS
+        assert engine.resize(blocks=2)["outcome"] == "done"
         engine.check()
         return sizes
 
     def test_slow_chunks_make_short_slices(self, monkeypatch):
-        engine = Engine(capacity=40)
+        engine = Engine(start=38, capacity=40)
         sizes = self.parts(engine, monkeypatch, cost_ms=20.0)
         assert sizes[0] == 4
         assert set(sizes[1:-1]) == {2}  # 2 chunks of 20 ms in 50 ms
@@ -556,13 +559,13 @@ class TestSlices:
         engine.close()
 
     def test_quick_chunks_make_long_slices_step_by_step(self, monkeypatch):
-        engine = Engine(capacity=200)
+        engine = Engine(start=198, capacity=200)
         sizes = self.parts(engine, monkeypatch, cost_ms=0.01)
         assert sizes == [4, 16, 64, 113]
         engine.close()
 
     def test_a_chunk_that_takes_longer_than_a_slice(self, monkeypatch):
-        engine = Engine(capacity=8)
+        engine = Engine(start=6, capacity=8)
         assert self.parts(engine, monkeypatch, cost_ms=500.0) == [4, 1]
         engine.close()
 
@@ -576,8 +579,9 @@ def test_the_engine_steps_between_two_slices(engine, small_slices):
         engine.controller.poll()
         engine.check(same_as_pool=False)
         sizes.append(engine.resident_blocks())
-    assert sizes == [6, 8, 10, 12, 14, 16, 16]  # one chunk of 2 blocks a turn, then the measurement
-    assert engine.model_executor.calls == ["attach"] * 5 + ["measure"]
+    assert sorted(set(sizes)) == [6, 8, 10, 12, 14, 16]  # one chunk of 2 blocks at a time
+    assert sizes == sorted(sizes)
+    assert engine.model_executor.calls == ["prepare", "busy", "attach"] * 5 + ["busy", "measure"]
 
 
 def test_asking_often_measures_seldom(engine, monkeypatch):
@@ -600,12 +604,12 @@ def test_a_dry_run_of_a_grow_looks_at_the_memory(engine, monkeypatch):
 
 
 def test_calls_per_resize(engine):
-    """One call to the workers per slice, and one to measure."""
+    """The workers make pages while steps go on, and are asked whether they are ready."""
     engine.resize(blocks=16)
-    assert engine.model_executor.calls == ["attach", "measure"]
+    assert engine.model_executor.calls == ["prepare", "busy", "attach", "busy", "measure"]
     engine.model_executor.calls.clear()
     engine.resize(blocks=2)
-    assert engine.model_executor.calls == ["detach", "measure"]
+    assert engine.model_executor.calls == ["detach", "busy", "measure"]
 
 
 def test_200_random_resizes_with_steps_failures_and_requests(small_slices):
@@ -632,7 +636,8 @@ def test_200_random_resizes_with_steps_failures_and_requests(small_slices):
         engine.check(same_as_pool=not engine.controller.pending)
         live = [block.block_id for blocks in requests for block in blocks]
         assert len(set(live)) == len(live)
-        assert engine.pool.counts().used == len(live)
+        # A block that is set aside for one that moves is no longer free.
+        assert engine.pool.counts().used == len(live) + len(engine.pool._destinations)
     while engine.batch_queue:
         engine.end_step()
     assert all(answer.done() for answer in answers)

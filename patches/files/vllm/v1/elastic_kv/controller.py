@@ -37,7 +37,7 @@ logger = init_logger(__name__)
 
 # Asking the ranks for what the system reports keeps them from computing: not more often than this.
 MEASURE_SECONDS = 1.0
-# After a change of size that was the controller's own idea failed: how long until the next try, at first and at most.
+# How long the controller waits to change the size by itself after it could not be changed, at first and at most.
 RETRY_SECONDS = (1.0, 60.0)
 # Growth for a step is by this part of the cache at least, if that is no more than a slice.
 GROWTH_PART = 8
@@ -187,6 +187,7 @@ class ElasticKVController:
         target = pool.num_gpu_blocks + len(missing) * layout.chunk_blocks
         job = self._job(ResizeRequest(blocks=target), target, own=True)
         self._resizer.grow_now(job, missing)
+        self._measured_at = float("-inf")  # to be measured when somebody asks: the step waits
         self._finish(job, job.result)
 
     def state(self) -> dict[str, Any]:
@@ -247,6 +248,8 @@ class ElasticKVController:
         if job.request.dry_run:
             return (yield from self._resizer.foresee(job, change))
         self._allowed = job.target
+        if not job.own:
+            self._retry_after = RETRY_SECONDS[0]
         if change > 0:
             result = yield from self._resizer.grow(job, self.pool.missing_chunks()[:change])
         else:
@@ -292,9 +295,8 @@ class ElasticKVController:
     def _finish(self, job: Job, result: ResizeResult) -> None:
         result.duration_ms = (time.monotonic() - job.asked_at) * 1000
         answer = result.to_dict()
-        if job.own:
-            self._back_off(result.outcome != "done")
         if not job.request.dry_run:
+            self._back_off(result.outcome != "done")
             outcome = "failed" if job.rank_failed else result.outcome
             self._outcomes[outcome] += 1
             self._last = answer
@@ -322,7 +324,7 @@ class ElasticKVController:
         self._show()
 
     def _back_off(self, failed: bool) -> None:
-        """After a change of size that nobody asked for."""
+        """Let some time pass after a change of size that failed, before the controller tries again by itself."""
         first, longest = RETRY_SECONDS
         if failed:
             self._retry_at = time.monotonic() + self._retry_after
