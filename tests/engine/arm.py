@@ -83,8 +83,8 @@ def main(options: dict) -> dict:
         if options.get("resize"):
             in_flight += bool(core.batch_queue)
             state = engine.elastic_kv_state()["blocks"]
-            # Seldom the least: then everything waits until the next resize.
-            low = state["base"] if rng.random() < 0.1 else 40
+            # Not always the least: then requests run one after the other until the next resize.
+            low = state["base"] if rng.random() < 0.25 else 40
             answer = engine.resize_kv_cache(blocks=rng.randint(low, state["capacity"]))
             outcomes[answer["outcome"]] += 1
             costs.update({name: answer[name] for name in ("evicted", "moved", "preempted")})
