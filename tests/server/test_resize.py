@@ -98,8 +98,9 @@ def test_bad_input_changes_nothing(server):
     assert (after["blocks"], after["transactions"]) == (before["blocks"], before["transactions"])
 
 
-def test_live_blocks_stay(server):
-    """A shrink to the base while requests run stops at their blocks, says so, and no token changes."""
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_shrink_under_running_requests(server, allowed):
+    """It stops at what they hold, or preempts them: they go on, one after the other at least, and no token changes."""
     wanted = [server.complete(prompt, 48) for prompt in PROMPTS]
     got, floor = {}, server.state()["blocks"]["base"]
 
@@ -112,14 +113,24 @@ def test_live_blocks_stay(server):
     deadline = time.monotonic() + 120
     while not server.state()["blocks"]["used"] and time.monotonic() < deadline:
         time.sleep(0.01)
-    answer = server.resize(blocks=floor)
-    assert answer["outcome"] == "partial", answer
-    assert floor < answer["to"]
-    assert "requests are using" in answer["reason"]
-    server.resize(fraction=1)
+    answer = server.resize(blocks=floor, allow_preemption=allowed)
+    if allowed:
+        assert (answer["outcome"], answer["to"]) == ("done", floor), answer
+        assert answer["preempted"] > 0
+    else:
+        assert (answer["outcome"], answer["preempted"]) == ("partial", 0), answer
+        assert floor < answer["to"]
+        assert "live blocks need the room" in answer["reason"]
     for thread in threads:
         thread.join(300)
     assert [got.get(number) for number in range(len(PROMPTS))] == wanted
+    # What the requests needed beyond the size that was asked for comes back.
+    deadline = time.monotonic() + 120
+    while server.state()["blocks"]["resident"] > floor and time.monotonic() < deadline:
+        time.sleep(0.1)
+    blocks = server.state()["blocks"]
+    assert (blocks["resident"], blocks["allowed"]) == (floor, floor)
+    server.resize(fraction=1)
 
 
 def test_a_storm_of_resizes_changes_no_token(server):

@@ -22,8 +22,7 @@ KEY = "a-test-key"
 SIZES = '{"base": "12MiB", "start": "48MiB", "capacity": "2GiB"}'
 MOST_BYTES = 96 << 20
 LIMITS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--async-scheduling")
-# Without seeds: vLLM 0.32.0 ends the CPU engine where a request with a seed has its prompt cut into chunks.
-SETTINGS = Settings(seconds=60, clients=32, most_bytes=MOST_BYTES, request_seeds=False)
+SETTINGS = Settings(seconds=60, clients=32, most_bytes=MOST_BYTES, must_move=True, must_preempt=True)
 
 
 @pytest.fixture(scope="module")

@@ -94,8 +94,7 @@ class Load:
                 messages=make_messages(seed),
                 max_tokens=random.Random(seed).randint(60, 200),
                 temperature=0.8,
-                # No seed of its own: vLLM 0.32.0 ends the CPU engine where a seeded request's prompt is cut into chunks
-                # ("CPU Generator does not use offset").
+                seed=seed,
                 stream=True,
                 # vLLM's own option: every piece then tells how many tokens there are so far.
                 extra_body={"stream_options": {"include_usage": True, "continuous_usage_stats": True}},

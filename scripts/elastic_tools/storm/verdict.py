@@ -14,9 +14,9 @@ from elastic_tools.storm.watch import idle_inconsistencies
 MIB = 2**20
 # The heaps of Python and of the allocator keep what they once needed, without a resize too. A storm of a minute
 # attaches and detaches gigabytes: a leak of a few percent is more than this. The cache itself is held to the byte.
-RSS_TOLERANCE = 128 * MIB
+RSS_TOLERANCE = 256 * MIB
 # The allocator may keep a few more than before.
-MAPPINGS_TOLERANCE = 16
+MAPPINGS_TOLERANCE = 100
 LEAST_RATE = 0.25  # of the resizes that the rate asks for, answered: below it, it was no storm
 MOST_SHOWN = 5  # failures of one kind
 
