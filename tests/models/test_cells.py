@@ -47,6 +47,9 @@ REFUSED = {
 }
 
 
+WITHOUT_PREEMPTION = {"LoRA"}  # see its cell
+
+
 @pytest.fixture(scope="session")
 def ran(request, tmp_path_factory):
     """What the cells came to that are tested in this session, from one process that ran them all."""
@@ -74,6 +77,8 @@ def fixed_and_elastic(ran, cell):
     assert len(elastic["sizes"]) == elastic["steps"]
     assert elastic["outcomes"]["done"] >= 10
     assert min(elastic["sizes"]) * 4 < max(elastic["sizes"])
+    assert elastic["moved"] > 0
+    assert (elastic["preempted"] > 0) == (cell not in WITHOUT_PREEMPTION)
     return fixed, elastic
 
 

@@ -1,0 +1,63 @@
+"""A Ray cluster of several nodes on this machine, each with one slot for a rank."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from elastic_tools.demo.server import end, free_port
+
+RAY = [sys.executable, "-c", "import sys; from ray.scripts.scripts import main; sys.exit(main())"]
+START_SECONDS = 300
+
+
+@contextlib.contextmanager
+def ray_nodes(count: int, environment: dict[str, str]) -> Iterator[str]:
+    """Start `count` nodes that end when the block is left. Yields the cluster's address."""
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    # Sockets lie in Ray's folder, and their paths may have 107 characters.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        nodes: list[subprocess.Popen] = []
+        try:
+            for number in range(count):
+                join = ["--head", "--port", str(port)] if number == 0 else ["--address", address]
+                command = [
+                    *(*RAY, "start", "--block", *join, "--num-gpus", "1", "--num-cpus", "2"),
+                    *("--node-ip-address", "127.0.0.1", "--include-dashboard", "false", "--disable-usage-stats"),
+                    *("--object-store-memory", str(100 << 20), *(("--temp-dir", folder) if number == 0 else ())),
+                ]
+                log = Path(folder) / f"node-{number}.log"
+                with open(log, "w") as output:
+                    nodes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+                wait_for_slots(address, number + 1, environment, log)
+            yield address
+        finally:
+            for node in reversed(nodes):
+                end(node)
+
+
+def wait_for_slots(address: str, count: int, environment: dict[str, str], log: Path) -> None:
+    """Wait until the cluster offers `count` slots."""
+    ask = f"import ray; ray.init({address!r}, log_to_driver=False); print(int(ray.cluster_resources().get('GPU', 0)))"
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        answer = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True)
+        if answer.stdout.strip().endswith(str(count)):
+            return
+        time.sleep(1)
+    raise TimeoutError(f"no {count} Ray nodes within {START_SECONDS} s:\n{log.read_text()[-3000:]}\n{answer.stderr}")
+
+
+def ray_environment(environment: dict[str, str]) -> dict[str, str]:
+    """Two ranks on this machine, one core each, whatever Ray makes of it."""
+    cpus = sorted(os.sched_getaffinity(0))
+    return environment | {
+        "VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    }
