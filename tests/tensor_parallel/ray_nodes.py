@@ -25,32 +25,34 @@ def ray_nodes(count: int, environment: dict[str, str]) -> Iterator[str]:
         nodes: list[subprocess.Popen] = []
         try:
             for number in range(count):
-                join = ["--head", "--port", str(port)] if number == 0 else ["--address", address]
+                head = ["--head", "--port", str(port), "--include-dashboard", "false", "--temp-dir", folder]
+                join = ["--address", address] if number else head
                 command = [
                     *(*RAY, "start", "--block", *join, "--num-gpus", "1", "--num-cpus", "2"),
-                    *("--node-ip-address", "127.0.0.1", "--include-dashboard", "false", "--disable-usage-stats"),
-                    *("--object-store-memory", str(100 << 20), *(("--temp-dir", folder) if number == 0 else ())),
+                    *("--disable-usage-stats", "--object-store-memory", str(100 << 20)),
                 ]
                 log = Path(folder) / f"node-{number}.log"
                 with open(log, "w") as output:
                     nodes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-                wait_for_slots(address, number + 1, environment, log)
+                wait_for_slots(address, nodes, environment, log)
             yield address
         finally:
             for node in reversed(nodes):
                 end(node)
 
 
-def wait_for_slots(address: str, count: int, environment: dict[str, str], log: Path) -> None:
-    """Wait until the cluster offers `count` slots."""
+def wait_for_slots(address: str, nodes: list[subprocess.Popen], environment: dict[str, str], log: Path) -> None:
+    """Wait until the cluster offers a slot for each node."""
     ask = f"import ray; ray.init({address!r}, log_to_driver=False); print(int(ray.cluster_resources().get('GPU', 0)))"
     deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        answer = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True)
-        if answer.stdout.strip().endswith(str(count)):
+    while time.monotonic() < deadline and nodes[-1].poll() is None:
+        answer = subprocess.run(
+            [sys.executable, "-c", ask], env=environment, capture_output=True, text=True, timeout=START_SECONDS
+        )
+        if answer.stdout.strip().endswith(str(len(nodes))):
             return
         time.sleep(1)
-    raise TimeoutError(f"no {count} Ray nodes within {START_SECONDS} s:\n{log.read_text()[-3000:]}\n{answer.stderr}")
+    raise RuntimeError(f"Ray node {len(nodes)} does not come up:\n{log.read_text()[-3000:]}")
 
 
 def ray_environment(environment: dict[str, str]) -> dict[str, str]:
@@ -59,5 +61,6 @@ def ray_environment(environment: dict[str, str]) -> dict[str, str]:
     return environment | {
         "VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "disabled",  # else processes need a token that Ray keeps in the home directory
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     }

@@ -8,7 +8,9 @@ import signal
 import threading
 import time
 import urllib.error
+from pathlib import Path
 
+import psutil
 import pytest
 from elastic_tools.model import padded_heads
 from support.servers import SUPPORT, engine_environment, serving
@@ -51,6 +53,7 @@ def server(request, model, one_rank, tmp_path_factory):
     }
     options = ("--elastic-kv-config", ELASTIC, "--tensor-parallel-size", "2", "--async-scheduling")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(no_shared_memory_left())
         if request.param == "ray":
             environment["RAY_ADDRESS"] = stack.enter_context(ray_nodes(2, environment))
         backend = ("--distributed-executor-backend", request.param)
@@ -60,6 +63,17 @@ def server(request, model, one_rank, tmp_path_factory):
         server.fault = folder / "fault"
         server.backend = request.param
         yield server
+
+
+@contextlib.contextmanager
+def no_shared_memory_left():
+    """Ranks that are killed leave what they shared."""
+    folder = Path("/dev/shm")
+    before = set(folder.iterdir())
+    yield
+    for left in set(folder.iterdir()) - before:
+        if left.name.startswith("psm_") or "cpushm" in left.name:
+            left.unlink(missing_ok=True)
 
 
 def assert_ranks_agree(server):
@@ -138,8 +152,8 @@ def test_a_rank_that_fails(server, one_rank):
 
 def test_a_rank_that_dies_or_hangs(server):
     """vLLM #45615: the engine was dead, and /health still said 200. Ends the server, so it comes last."""
-    rank_1 = int(re.findall(r"Worker_TP1 pid=(\d+)", server.log.read_text())[-1])
-    os.kill(rank_1, signal.SIGKILL if server.backend == "mp" else signal.SIGSTOP)
+    rank = one_worker(server)
+    os.kill(rank, signal.SIGKILL if server.backend == "mp" else signal.SIGSTOP)
     try:
         begin = time.monotonic()
         told = []
@@ -161,7 +175,15 @@ def test_a_rank_that_dies_or_hangs(server):
         assert isinstance(answer, OSError) or answer[0] >= 500, answer
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(rank_1, signal.SIGKILL)
+            os.kill(rank, signal.SIGKILL)
+
+
+def one_worker(server) -> int:
+    """The process of a rank; with Ray it is none of the server's."""
+    if server.backend == "mp":
+        return int(re.findall(r"Worker_TP1 pid=(\d+)", server.log.read_text())[-1])
+    mine = psutil.Process().children(recursive=True)
+    return next(process.pid for process in mine if " ".join(process.cmdline()).startswith("ray::RayWorkerProc"))
 
 
 def healthy(server) -> bool:
