@@ -10,7 +10,7 @@ from vllm.config.elastic_kv import ElasticKVConfig
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.elastic_kv import start_up, worker_side
 from vllm.v1.elastic_kv.start_up import make_elastic
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 GIB = 1 << 30
@@ -158,6 +158,12 @@ def test_state_space_layers_are_refused_by_name():
     spec = MambaSpec(block_size=16, shapes=((4, 64),), dtypes=(torch.float32,))
     with pytest.raises(ValueError, match=r"state-space \(Mamba\) layers"):
         make_elastic(make_config(ElasticKVConfig()), Executor(), [layers(spec)], [1 << 20])
+
+
+def test_cross_attention_is_refused_by_name():
+    spec = CrossAttentionSpec(block_size=16, num_kv_heads=4, head_size=64, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"encoder-decoder models \(cross-attention layers\)"):
+        make_elastic(make_config(ElasticKVConfig()), Executor(), [layers(spec)], [64 << 20])
 
 
 def test_a_cache_on_the_host_is_refused_by_name(monkeypatch):

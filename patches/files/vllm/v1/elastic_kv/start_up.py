@@ -12,6 +12,7 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_
 from vllm.v1.elastic_kv import worker_side
 from vllm.v1.elastic_kv.layout import ElasticKVLayout, chunk_blocks_of, segments_of
 from vllm.v1.elastic_kv.resizer import call
+from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -177,6 +178,9 @@ def _refuse_models(kv_cache_config: "KVCacheConfig") -> None:
     refused = {
         "state-space (Mamba) layers": kv_cache_config.has_mamba_layers,
         "KV caches of different precision in one model": kv_cache_config.has_mixed_precision_kv_cache,
+        "encoder-decoder models (cross-attention layers)": any(
+            isinstance(group.kv_cache_spec, CrossAttentionSpec) for group in kv_cache_config.kv_cache_groups
+        ),
         "a KV cache that is kept on the host": any(group.host_resident for group in kv_cache_config.kv_cache_groups),
     }
     for reason, present in refused.items():
