@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from elastic_tools.bench import pages
 from elastic_tools.bench.resize import report
 from elastic_tools.bench.resize.cases import FULL, KINDS, QUICK, Case, Sample, Settings, order
 from elastic_tools.bench.resize.copies import copy_ms_per_mib
@@ -22,7 +23,10 @@ def sample(what, mib, moved=0, pause=10.0, to=None, outcome="done"):
 
 
 def measured(*samples):
-    return Measured("a model", MIB, 4, MIB // 32, 0.5, {"vllm": "1"}, list(samples))
+    times = {f"{name}_ms": float(number) for number, name in enumerate(pages.TIMES)}
+    memory = times | {"mib": 64, "rounds": 9, "memset_per_attach": 20.0, "memset_per_detach": 30.0}
+    calls = {"attach": {"create": 30, "map": 31}}
+    return Measured("a model", MIB, 4, MIB // 32, 0.5, {"vllm": "1"}, list(samples), [memory], calls)
 
 
 @pytest.mark.parametrize("settings", [FULL, QUICK])
@@ -71,6 +75,8 @@ def test_the_report_says_what_was_found(tmp_path):
     page = written[0].read_text()
     assert "| shrink, all free | 64 | 2 | done | 64.0 (64.0 to 64.0) | 0, 0 | 0 | 40.0 (20.0 to 60.0) |" in page
     assert "| all |  | 10 | 10 | 20 | 75 | 100 | 100 |" in page
+    assert "| 64 | 1.00 ms | 2.00 ms | 3.00 ms | 4.00 ms | 5.00 ms | 6.00 ms | 7.00 ms | 20x | 30x |" in page
+    assert "| attach | 30 | 31 | 0 | 0 | 0 |" in page
     assert json.loads(written[1].read_text())["measured"]["samples"][3]["answer"]["moved"] == 4
     assert written[2].read_bytes().startswith(b"\x89PNG")
 

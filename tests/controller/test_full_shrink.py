@@ -209,7 +209,7 @@ class TestPreemption:
     def test_a_shrink_that_was_stopped_goes_on_when_there_is_room(self, engine):
         engine.scheduler.run("first", 9)
         engine.resize(blocks=4, allow_preemption=False)
-        engine.controller._retry_at = 0.0
+        engine.controller.allowance._retry_at = 0.0
         assert not engine.controller.pending
         engine.scheduler.finish("first")
         assert engine.controller.pending

@@ -59,7 +59,7 @@ def test_it_grows_to_the_capacity_and_no_further(engine):
 
 def test_it_grows_by_an_eighth_at_least(engine):
     engine.resize(blocks=16)
-    engine.controller._allowed = 24
+    engine.controller.allowance.blocks = 24
     engine.scheduler.run("first", 15)
     assert need(engine, 1) == 18
 
@@ -119,14 +119,14 @@ class TestNoMemory:
         assert transactions(engine) == {"failed": 1}  # not with every step
         assert engine.controller.state()["last"]["reason"].startswith("rank 1: create ")
         engine.drivers[1].mend()
-        engine.controller._retry_at = 0.0
+        engine.controller.allowance._retry_at = 0.0
         assert need(engine, 1, "first") == 6
 
     def test_a_grow_that_was_cut_short_goes_on(self, static):
         static.drivers[0].fail("create", always=True)
         assert static.resize(blocks=12)["outcome"] == "refused"
         static.drivers[0].mend()
-        static.controller._retry_at = 0.0
+        static.controller.allowance._retry_at = 0.0
         cached_then_freed(static.pool, seed=1, count=3)
         assert need(static, 2) == 6
 
@@ -135,9 +135,9 @@ class TestNoMemory:
         engine.scheduler.run("first", 3)
         waits = []
         for _ in range(3):
-            engine.controller._retry_at = 0.0
+            engine.controller.allowance._retry_at = 0.0
             need(engine, 1, "first")
-            waits.append(engine.controller._retry_after)
+            waits.append(engine.controller.allowance._retry_after)
         assert waits == [3600.0] * 3  # the longest
         engine.drivers[0].mend()
 

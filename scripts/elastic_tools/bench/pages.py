@@ -1,7 +1,4 @@
-"""Measures what it costs to attach and detach host memory, against writing the same bytes once.
-
-Run it as ``PYTHONPATH=scripts .venv/bin/python -m elastic_tools.bench.pages``.
-"""
+"""Measures what it costs to attach and detach host memory, against writing the same bytes once."""
 
 import ctypes
 import time
@@ -20,6 +17,7 @@ SEGMENTS = 30  # layers of the model that the project is tested with
 STRIDE = 192 << 10  # bytes of a block in each layer, in float32 at 128 tokens
 REPEATS = 9
 TIMES = ("prepare", "make", "attach_prepared", "attach_new", "memset", "detach", "release", "detach_scattered")
+CALLS = ("create", "map", "unmap", "split", "release")
 
 
 class CountingDriver(HostPageDriver):
@@ -86,7 +84,7 @@ def driver_calls(size_mib: int) -> dict[str, dict[str, int]]:
     return found
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(found: Sequence[dict[str, Any]]) -> str:
     """What ``measure`` found, as a Markdown table."""
     lines = [
         "| MiB | made in background | attach, pages made | attach from nothing | memset | detach "
@@ -98,6 +96,16 @@ def table(found: list[dict[str, Any]]) -> str:
         cells = [f"{one['mib']:.0f}", *(f"{one[f'{name}_ms']:.2f} ms" for name in names)]
         cells += [f"{one['memset_per_attach']:.0f}x", f"{one['memset_per_detach']:.0f}x"]
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def calls_table(size_mib: int, found: dict[str, dict[str, int]]) -> str:
+    """What ``driver_calls`` found, as a Markdown table."""
+    lines = [
+        f"| calls to the driver, {size_mib} MiB | {' | '.join(CALLS)} |",
+        f"|---{'|---' * len(CALLS)}|",
+        *(f"| {name} | {' | '.join(str(calls.get(call, 0)) for call in CALLS)} |" for name, calls in found.items()),
+    ]
     return "\n".join(lines)
 
 
@@ -152,19 +160,3 @@ def _summary(size_mib: int, rounds: list[dict[str, float]]) -> dict[str, Any]:
     found["memset_per_attach"] = found["memset_ms"] / found["attach_prepared_ms"]
     found["memset_per_detach"] = found["memset_ms"] / found["detach_ms"]
     return found
-
-
-def main() -> None:
-    """Print the table, and the calls to the driver."""
-    found = measure()
-    print(table(found))
-    print()
-    for one in found:
-        for name, calls in driver_calls(round(one["mib"])).items():
-            print(f"{one['mib']:.0f} MiB, {name}: {', '.join(f'{count} {call}' for call, count in calls.items())}")
-    for one in found:
-        print(one)
-
-
-if __name__ == "__main__":
-    main()

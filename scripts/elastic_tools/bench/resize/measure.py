@@ -4,10 +4,12 @@ import asyncio
 import json
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tqdm import tqdm
 
+from elastic_tools.bench import pages
 from elastic_tools.bench.resize.cases import Case, Sample, Settings, order
 from elastic_tools.bench.resize.copies import copy_ms_per_mib
 from elastic_tools.bench.resize.load import Decoders
@@ -37,6 +39,8 @@ class Measured:
     copy_ms_per_mib: float
     versions: dict[str, str]
     samples: list[Sample] = field(default_factory=list)
+    pages: list[dict[str, Any]] = field(default_factory=list)  # what attaching and detaching take without an engine
+    calls: dict[str, dict[str, int]] = field(default_factory=dict)  # to the driver, for the largest of them
 
 
 def options(settings: Settings) -> list[str]:
@@ -54,8 +58,11 @@ def measure(settings: Settings, layers: int) -> Measured:
         layers: Of the model, to tell how long a row of a block is.
 
     """
+    found = pages.measure()
+    calls = pages.driver_calls(pages.SIZES_MIB[-1])
     with server.running(options(settings), LOG, lambda text: None) as (url, _):
-        return asyncio.run(_measure(url, settings, layers))
+        measured = asyncio.run(_measure(url, settings, layers))
+    return replace(measured, pages=found, calls=calls)
 
 
 async def _measure(url: str, settings: Settings, layers: int) -> Measured:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from elastic_tools.bench import pages
 from elastic_tools.bench.resize.cases import KINDS, TITLES, Sample, Settings
 from elastic_tools.bench.resize.measure import CAPACITY, Measured
 
@@ -93,6 +94,16 @@ def moves(measured: Measured) -> str:
     )
 
 
+def memory(measured: Measured) -> str:
+    """What attaching and detaching take without an engine."""
+    rounds = measured.pages[0]["rounds"] if measured.pages else 0
+    return (
+        f"An arena of {pages.SEGMENTS} segments on host memory, medians of {rounds} interleaved rounds.\n"
+        "`memset` writes the same bytes once; what is made and released in the background holds nobody up.\n\n"
+        f"{pages.table(measured.pages)}\n\n{pages.calls_table(pages.SIZES_MIB[-1], measured.calls)}"
+    )
+
+
 def sections(settings: Settings, machine: dict[str, Any], measured: Measured) -> list[str]:
     """The page, part by part. What other benchmarks have to say of a resize takes its place among them."""
     return [
@@ -106,6 +117,7 @@ def sections(settings: Settings, machine: dict[str, Any], measured: Measured) ->
         f"Times between two tokens of the {settings.decoders} requests that decode all the time: in the "
         f"{settings.quiet_s:.0f} s before each resize, and those\nthat a resize falls into.",
         f"## Moves\n{moves(measured)}",
+        f"## Memory alone\n{memory(measured)}",
         f"## How it was measured\n{method(settings, measured)}\n\n{conditions(machine, measured)}",
     ]
 

@@ -112,16 +112,13 @@ class Resizer:
                 self._publish(job)
         return job.end("done")
 
-    def grow_now(self, job: Job, chunks: Sequence[int]) -> bool:
-        """Attach `chunks` and publish their blocks at once, for a step that is being
-        scheduled. Returns whether it could be done.
-        """
+    def grow_now(self, job: Job, chunks: Sequence[int]) -> None:
+        """Attach `chunks` and publish their blocks at once, for a step that is being scheduled."""
         error = _at_once(self._on_all_ranks(job, worker_side.attach, worker_side.detach, chunks))
         job.end("refused" if error else "done", error)
         if not error:
             self._pool.grow(chunks)
             self._publish(job)
-        return not error
 
     def shrink(self, job: Job, num_chunks: int) -> Transaction:
         """Withdraw up to `num_chunks` chunks, empty and detach them."""
