@@ -52,7 +52,7 @@ def fields_of(path: Path, name: str) -> list[str]:
 
 def state_fields() -> set[str]:
     """The fields of `GET /elastic_kv`, nested ones with a dot."""
-    tree = ast.parse((ELASTIC / "controller.py").read_text())
+    tree = ast.parse((ELASTIC / "accounts.py").read_text())
     state = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "state")
     answer = next(node.value for node in ast.walk(state) if isinstance(node, ast.Return))
     found = set()

@@ -127,7 +127,7 @@ class ElasticKVController:
             value = job.waits_for.result()
         try:
             job.waits_for = job.run.send(value)
-        except StopIteration as stop:
+        except StopIteration:
             self._queue.popleft()
             self._finish(job)
         return True
