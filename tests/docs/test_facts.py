@@ -123,3 +123,13 @@ def test_the_picture_in_the_readme_is_of_a_run_that_passed():
     assert summary["requests_sent"] > 0
     assert summary["requests_failed"] == 0
     assert summary["largest_difference_mib"] <= summary["chunk_mib"] + summary["noise_mib"]
+
+
+def test_scenarios_name_tests_that_exist():
+    rows = [line for line in (ROOT / "docs" / "scenarios.md").read_text().splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", row)
+        assert named, row
+        for file, test in named:
+            assert re.search(rf"def {test}\(", (ROOT / file).read_text()), f"{file}::{test}"

@@ -7,12 +7,14 @@ The last line of the output is JSON: the token ids of every request, which vLLM 
 the resizes went. Which vLLM that is, patched or not, is up to PYTHONPATH.
 """
 
+import ctypes
 import importlib.util
 import json
 import os
 import random
 import sys
 from collections import Counter
+from collections.abc import Iterable
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
@@ -44,6 +46,30 @@ def scatter(pool, rng: random.Random) -> None:
     pool.free_block_queue.append_n(free)
 
 
+def poison() -> None:
+    """Fill chunks with NaN when they come and before they go: nothing may be read that was not written since."""
+    from vllm.v1.elastic_kv.arena import KVArena
+
+    def fill(arena: KVArena, chunks: list[int]) -> None:
+        for segment in arena.segments:
+            size = segment.stride * arena.chunk_blocks
+            for chunk in chunks:
+                ctypes.memset(arena.address + segment.offset + chunk * size, 0xFF, size)  # NaN in every float format
+
+    def attach(arena: KVArena, chunks: Iterable[int]) -> None:
+        chunks = list(chunks)
+        plain_attach(arena, chunks)
+        fill(arena, chunks)
+
+    def detach(arena: KVArena, chunks: Iterable[int]) -> None:
+        chunks = list(chunks)
+        fill(arena, chunks)
+        plain_detach(arena, chunks)
+
+    plain_attach, plain_detach = KVArena.attach, KVArena.detach
+    KVArena.attach, KVArena.detach = attach, detach
+
+
 def main(options: dict) -> dict:
     rng = random.Random(options.get("seed", 0))
     todo = requests(options.get("requests", 32), options.get("tokens", [8, 40]), rng)
@@ -53,6 +79,8 @@ def main(options: dict) -> dict:
         from vllm.v1.elastic_kv.host_driver import HostPageDriver
 
         HostPageDriver.granule = options["granule"]
+    if elastic:
+        poison()
     size = {"elastic_kv_config": elastic} if elastic else {"kv_cache_memory_bytes": 1 << 29}
     engine = LLMEngine.from_engine_args(
         EngineArgs(

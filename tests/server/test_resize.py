@@ -1,16 +1,27 @@
 """A real server answers while its cache grows and shrinks, and the system sees the memory come and go."""
 
 import random
+import re
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.engine
 
+ROOT = Path(__file__).resolve().parents[2]
 RESIZES = 30  # of the storm
 
 PROMPTS = [f"Question {number}: name three things that are blue.\nAnswer:" for number in range(8)]
+
+
+def worker_pid(server):
+    """The process that has the cache."""
+    return int(re.search(r"pid=(\d+)\).*Elastic KV cache: reserved", server.log.read_text())[1])
 
 
 def assert_consistent(state):
@@ -173,6 +184,64 @@ def test_a_storm_of_resizes_changes_no_token(server):
     idle = server.resize(blocks=state["blocks"]["base"])
     assert idle["outcome"] == "done", idle
     assert server.state()["bytes"]["reported"] == state["blocks"]["base"] * state["bytes"]["per_block"]
+
+
+def test_500_cycles_return_to_where_they_began(server):
+    """vLLM #36651: pages were released twice over repeated cycles. Half the cache, so that live pages stay beside."""
+    process = psutil.Process(worker_pid(server))
+    half = server.state()["blocks"]["capacity"] // 2
+
+    def holds():
+        server.resize(blocks=half)
+        rank = server.state()["ranks"][0]
+        mappings = len(Path(f"/proc/{process.pid}/maps").read_text().splitlines())
+        return rank["handles"], server.cache_bytes(), process.num_fds(), mappings, process.memory_info().rss
+
+    def cycle():
+        for blocks in (half + 64, half):
+            answer = server.resize(blocks=blocks)
+            assert answer["outcome"] == "done", answer
+
+    cycle()
+    before = holds()
+    for _ in range(500):
+        cycle()
+    after = holds()
+    assert after[:3] == before[:3]
+    assert abs(after[3] - before[3]) <= 16  # of the allocator
+    assert abs(after[4] - before[4]) < 16 << 20
+
+
+def test_it_says_that_it_is_elastic(server):
+    """kvcached #110: elasticity was silently off after a slip in packaging. What tells of it has to agree."""
+    state = server.state()
+    logged = re.search(r"Elastic KV cache: reserved (\d+) bytes in (\d+) segments", server.log.read_text())
+    assert logged, "the log does not say that the cache is elastic"
+    assert (int(logged[1]), int(logged[2])) == (state["bytes"]["capacity"], 30)
+    told = subprocess.run(
+        [ROOT / "scripts" / "patchset", "status", Path(sys.prefix)], capture_output=True, text=True, timeout=120
+    )
+    assert told.returncode == 0, told
+    assert told.stdout.splitlines()[0].endswith(": applied")
+
+
+def test_upstream_s_numbers_follow(server):
+    """Several forks: the number of blocks was no longer true after a resize."""
+    for fraction in (0.25, 0.75):
+        answer = server.resize(fraction=fraction)
+        deadline = time.monotonic() + 60  # the front end gets them a moment after the answer
+        while time.monotonic() < deadline:
+            metrics = server.call("GET", "/metrics")[1]
+            told = re.search(r'vllm:cache_config_info{[^}]*num_gpu_blocks="(\d+)"', metrics)
+            if int(told[1]) == answer["to"]:
+                break
+            time.sleep(0.1)
+        assert int(told[1]) == answer["to"]
+        tokens = answer["to"] * server.state()["block_size"]
+        last = [line for line in server.log.read_text().splitlines() if "Elastic KV cache: resize" in line][-1]
+        size, most = re.search(r"KV cache size: ([\d,]+) tokens, maximum concurrency: ([\d.]+)x", last).groups()
+        assert int(size.replace(",", "")) == tokens
+        assert float(most) == pytest.approx(tokens / 1024, abs=0.01)  # of requests of the greatest length
 
 
 def test_metrics_follow(server):
