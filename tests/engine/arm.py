@@ -47,27 +47,19 @@ def scatter(pool, rng: random.Random) -> None:
 
 
 def poison() -> None:
-    """Fill chunks with NaN when they come and before they go: nothing may be read that was not written since."""
+    """Fill chunks with NaN before they go: were their pages to come back as they went, NaN would spread over requests."""
     from vllm.v1.elastic_kv.arena import KVArena
 
-    def fill(arena: KVArena, chunks: list[int]) -> None:
+    def detach(arena: KVArena, chunks: Iterable[int]) -> None:
+        chunks = list(chunks)
         for segment in arena.segments:
             size = segment.stride * arena.chunk_blocks
             for chunk in chunks:
                 ctypes.memset(arena.address + segment.offset + chunk * size, 0xFF, size)  # NaN in every float format
-
-    def attach(arena: KVArena, chunks: Iterable[int]) -> None:
-        chunks = list(chunks)
-        plain_attach(arena, chunks)
-        fill(arena, chunks)
-
-    def detach(arena: KVArena, chunks: Iterable[int]) -> None:
-        chunks = list(chunks)
-        fill(arena, chunks)
         plain_detach(arena, chunks)
 
-    plain_attach, plain_detach = KVArena.attach, KVArena.detach
-    KVArena.attach, KVArena.detach = attach, detach
+    plain_detach = KVArena.detach
+    KVArena.detach = detach
 
 
 def main(options: dict) -> dict:

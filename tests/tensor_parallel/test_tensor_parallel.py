@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 import urllib.error
-from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +15,7 @@ from elastic_tools.model import padded_heads
 from support.servers import SUPPORT, engine_environment, serving
 
 from .ray_nodes import ray_environment, ray_nodes
+from .shared_memory import no_shared_memory_left
 
 pytestmark = pytest.mark.engine
 
@@ -63,17 +63,6 @@ def server(request, model, one_rank, tmp_path_factory):
         server.fault = folder / "fault"
         server.backend = request.param
         yield server
-
-
-@contextlib.contextmanager
-def no_shared_memory_left():
-    """Ranks that are killed leave what they shared."""
-    folder = Path("/dev/shm")
-    before = set(folder.iterdir())
-    yield
-    for left in set(folder.iterdir()) - before:
-        if left.name.startswith("psm_") or "cpushm" in left.name:
-            left.unlink(missing_ok=True)
 
 
 def assert_ranks_agree(server):

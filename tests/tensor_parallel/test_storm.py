@@ -1,0 +1,57 @@
+"""The storm of `tests/server/test_storm.py` against two ranks: processes of the engine, or actors on two Ray nodes."""
+
+import asyncio
+import contextlib
+import os
+
+import pytest
+from elastic_tools.model import tiny_llama
+from elastic_tools.storm import report
+from elastic_tools.storm.plan import Settings
+from elastic_tools.storm.run import Target, storm
+from elastic_tools.storm.verdict import Verdict, judge
+from support.servers import engine_environment, serving
+
+from .ray_nodes import ray_environment, ray_nodes
+from .shared_memory import no_shared_memory_left
+
+pytestmark = pytest.mark.engine
+
+KEY = "a-test-key"
+SIZES = '{"base": "12MiB", "start": "48MiB", "capacity": "2GiB"}'
+LIMITS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--async-scheduling")
+# Two ranks, a server, its clients and Ray share the machine's cores: a resize a second is what they keep up with.
+SETTINGS = Settings(
+    seconds=30, clients=16, resize_every_s=1.0, warm_up_s=5, most_bytes=96 << 20, must_move=True, must_preempt=True
+)
+
+
+@pytest.fixture(scope="module", params=["mp", "ray"])
+def seen(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    model = str(tiny_llama(folder / "model", layers=24, heads=4, kv_heads=2))
+    environment = ray_environment(engine_environment())
+    options = ("--elastic-kv-config", SIZES, "--tensor-parallel-size", "2", *LIMITS)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(no_shared_memory_left())
+        if request.param == "ray":
+            environment["RAY_ADDRESS"] = stack.enter_context(ray_nodes(2, environment))
+        backend = ("--distributed-executor-backend", request.param)
+        server = stack.enter_context(
+            serving(folder / "log", *options, *backend, model=model, key=KEY, environment=environment)
+        )
+        # Ray's workers are children of its nodes, which are children of this process.
+        target = Target(server.url, KEY, os.getpid(), server.log)
+        yield asyncio.run(storm(target, SETTINGS))
+
+
+@pytest.mark.parametrize("check", Verdict.__dataclass_fields__)
+def test_it_holds(seen, check):
+    verdict = judge(seen)
+    report.show(seen, verdict)
+    assert getattr(verdict, check).wrong == []
+
+
+def test_both_ranks_were_within_reach(seen):
+    workers = [one for one in seen.after if one.cache_bytes is not None]
+    assert [one.cache_bytes for one in workers] == 2 * [seen.sizes.start * seen.sizes.block_bytes]
