@@ -47,7 +47,7 @@ def scatter(pool, rng: random.Random) -> None:
 
 
 def poison() -> None:
-    """Fill chunks with NaN before they go: were their pages to come back as they went, NaN would spread over requests."""
+    """Fill chunks with NaN before they go: were their pages to come back like that, it would spread over requests."""
     from vllm.v1.elastic_kv.arena import KVArena
 
     def detach(arena: KVArena, chunks: Iterable[int]) -> None:
