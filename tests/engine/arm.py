@@ -105,7 +105,12 @@ def main(options: dict) -> dict:
             state = engine.elastic_kv_state()["blocks"]
             # Not always the least: then requests run one after the other until the next resize.
             low = state["base"] if rng.random() < 0.25 else 40
+            paused = rng.random() < 0.15  # as a trainer pauses generation while it changes weights
+            if paused:
+                core.pause_scheduler("keep", clear_cache=False)
             answer = engine.resize_kv_cache(blocks=rng.randint(low, state["capacity"]))
+            if paused:
+                core.resume_scheduler()
             outcomes[answer["outcome"]] += 1
             costs.update({name: answer[name] for name in ("evicted", "moved", "preempted")})
             sizes.append(answer["to"])

@@ -8,7 +8,8 @@ KEY = "a-test-key"
 def server(tmp_path_factory):
     """One server for all tests here: elastic, with an API key, asynchronous scheduling on."""
     log = tmp_path_factory.mktemp("server") / "log"
-    environment = engine_environment() | {"PYTHONPATH": str(SUPPORT)}
+    # Development mode has the routes that pause generation.
+    environment = engine_environment() | {"PYTHONPATH": str(SUPPORT), "VLLM_SERVER_DEV_MODE": "1"}
     arguments = ["--elastic-kv-config", '{"start": "128MiB", "capacity": "512MiB"}', "--async-scheduling"]
     with serving(log, *arguments, key=KEY, environment=environment) as server:
         yield server

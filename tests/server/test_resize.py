@@ -24,6 +24,26 @@ def worker_pid(server):
     return int(re.search(r"pid=(\d+)\).*Elastic KV cache: reserved", server.log.read_text())[1])
 
 
+def ask_all(server):
+    """All prompts at the same time: the threads that ask, and a dict that gets the answers. What fails is missing."""
+    got = {}
+
+    def ask(number):
+        got[number] = server.complete(PROMPTS[number], 48)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    return threads, got
+
+
+def wait_for(happened):
+    """Wait until it has happened. That it did not is for the caller to find."""
+    deadline = time.monotonic() + 120
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 def assert_consistent(state):
     blocks = state["blocks"]
     assert all(count >= 0 for count in blocks.values()), blocks
@@ -113,17 +133,9 @@ def test_bad_input_changes_nothing(server):
 def test_a_shrink_under_running_requests(server, allowed):
     """It stops at what they hold, or preempts them: they go on, one after the other at least, and no token changes."""
     wanted = [server.complete(prompt, 48) for prompt in PROMPTS]
-    got, floor = {}, server.state()["blocks"]["base"]
-
-    def ask(number):  # what fails here is missing below
-        got[number] = server.complete(PROMPTS[number], 48)
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(PROMPTS))]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 120
-    while not server.state()["blocks"]["used"] and time.monotonic() < deadline:
-        time.sleep(0.01)
+    floor = server.state()["blocks"]["base"]
+    threads, got = ask_all(server)
+    wait_for(lambda: server.state()["blocks"]["used"] > 0)
     answer = server.resize(blocks=floor, allow_preemption=allowed)
     if allowed:
         assert (answer["outcome"], answer["to"]) == ("done", floor), answer
@@ -136,12 +148,29 @@ def test_a_shrink_under_running_requests(server, allowed):
         thread.join(300)
     assert [got.get(number) for number in range(len(PROMPTS))] == wanted
     # What the requests needed beyond the size that was asked for comes back.
-    deadline = time.monotonic() + 120
-    while server.state()["blocks"]["resident"] > floor and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for(lambda: server.state()["blocks"]["resident"] <= floor)
     blocks = server.state()["blocks"]
     assert (blocks["resident"], blocks["allowed"]) == (floor, floor)
     server.resize(fraction=1)
+
+
+def test_resizes_while_generation_is_paused(server):
+    """As for a change of weights: requests wait where they are, and the memory may go to something else meanwhile."""
+    wanted = [server.complete(prompt, 48) for prompt in PROMPTS]
+    threads, got = ask_all(server)
+    wait_for(lambda: server.state()["blocks"]["used"] > 0)
+    assert server.call("POST", "/pause?mode=keep")[0] == 200
+    base = server.state()["blocks"]["base"]
+    answer = server.resize(blocks=base)
+    assert (answer["outcome"], answer["to"]) == ("done", base), answer
+    assert answer["preempted"] > 0
+    assert server.cache_bytes() == base * server.state()["bytes"]["per_block"]
+    assert server.resize(fraction=1)["outcome"] == "done"
+    assert got == {}, "a request went on while generation was paused"
+    assert server.call("POST", "/resume")[0] == 200
+    for thread in threads:
+        thread.join(300)
+    assert [got.get(number) for number in range(len(PROMPTS))] == wanted
 
 
 def test_a_storm_of_resizes_changes_no_token(server):
