@@ -22,7 +22,8 @@ from . import fake
 from .fake import FakeServer
 
 MIB = 2**20
-SETTINGS = Settings(seconds=1.5, clients=8, warm_up_s=0.2, resize_every_s=0.05, patience_s=1)
+SETTINGS = Settings(seconds=2, clients=8, warm_up_s=0.2, resize_every_s=0.05)
+IMPATIENT = replace(SETTINGS, patience_s=3)  # for a server that does not go on
 SIZES = Sizes(base=4, start=40, most=101, capacity=200, chunk=2, block_bytes=10, block_tokens=32)
 
 
@@ -64,7 +65,7 @@ def test_a_good_server_passes(good):
     [
         ("a request is refused", {"requests"}, "HTTP 500: .*the engine is dead"),
         ("a token is missing", {"requests"}, "tokens came where"),
-        ("the stream stops", {"requests"}, "no token for 1 s, after [24]"),
+        ("the stream stops", {"requests"}, "no token for 3 s, after [24]"),
         ("the stream breaks off", {"requests"}, "the stream broke off"),
         ("the stream tells an error", {"requests"}, "the stream says .*the engine is dead"),
         ("a token differs", {"greedy_tokens"}, r"request \d+ \((greedy|aborted), .* token \d+ is \d+, not \d+"),
@@ -78,8 +79,8 @@ def test_a_good_server_passes(good):
     ],
 )
 def test_each_fault_of_a_server_is_found(fault, checks, why, monkeypatch):
-    monkeypatch.setattr("elastic_tools.storm.run.IDLE_LIMIT", 0.5)
-    seen = blow(fault)
+    monkeypatch.setattr("elastic_tools.storm.run.IDLE_LIMIT", 2.0)
+    seen = blow(fault, IMPATIENT if fault == "the stream stops" else SETTINGS)
     assert failed(seen) == checks
     assert re.search(why, "\n".join(said(seen, name) for name in checks), re.DOTALL)
 
