@@ -155,10 +155,19 @@ def write(settings: Settings, machine: dict[str, Any], measured: Measured, folde
     folder.mkdir(parents=True, exist_ok=True)
     page, numbers, picture = (folder / f"{NAME}.{suffix}" for suffix in ("md", "json", "png"))
     everything = {"schema": 1, "machine": machine, "settings": asdict(settings), "measured": asdict(measured)}
-    numbers.write_text(json.dumps(everything, indent=1, default=float) + "\n")
+    numbers.write_text(json.dumps(_rounded(everything), default=float) + "\n")
     draw(measured.samples, picture)
     page.write_text("\n\n".join(sections(settings, machine, measured)) + "\n")
     return [page, numbers, picture]
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to a thousandth: thousands of gaps are a large file otherwise."""
+    if isinstance(value, dict):
+        return {name: _rounded(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(part) for part in value]
+    return round(value, 3) if isinstance(value, float) else value
 
 
 def draw(samples: Sequence[Sample], path: Path) -> None:
