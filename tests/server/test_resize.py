@@ -159,7 +159,7 @@ def test_resizes_while_generation_is_paused(server):
     wanted = [server.complete(prompt, 48) for prompt in PROMPTS]
     threads, got = ask_all(server)
     wait_for(lambda: server.state()["blocks"]["used"] > 0)
-    assert server.call("POST", "/pause?mode=keep")[0] == 200
+    assert server.call("POST", "/pause?mode=keep&clear_cache=false")[0] == 200
     base = server.state()["blocks"]["base"]
     answer = server.resize(blocks=base)
     assert (answer["outcome"], answer["to"]) == ("done", base), answer
