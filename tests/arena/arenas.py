@@ -24,6 +24,16 @@ def make_arena(driver, strides=STRIDES, chunk_blocks=CHUNK_BLOCKS, capacity=CAPA
     return KVArena(driver, segments, chunk_blocks, capacity, **options)
 
 
+def detach(arena: KVArena, chunks, aside: bool) -> None:
+    """Detach in the foreground, or in the background and wait for it."""
+    if not aside:
+        arena.detach(chunks)
+        return
+    arena.begin_detach(chunks)
+    assert arena.settle(SETTLE_S)
+    assert arena.end_detach()
+
+
 def chunk_bytes(arena: KVArena, chunk: int) -> list[torch.Tensor]:
     """The bytes of a chunk, one tensor per segment."""
     whole = arena.tensor()

@@ -18,6 +18,7 @@ from .arenas import (
     SETTLE_S,
     STRIDES,
     check,
+    detach,
     fill,
     holds,
     make_arena,
@@ -129,7 +130,8 @@ def test_attach_is_all_or_nothing(arena, call, prepared, out_of_memory):
     assert all(holds(arena, chunk, 0) for chunk in chunks)
 
 
-def test_detach_is_all_or_nothing(arena):
+@pytest.mark.parametrize("aside", [False, True])
+def test_detach_is_all_or_nothing(arena, aside):
     arena.attach(range(4))
     for chunk in range(4):
         fill(arena, chunk, chunk + 1)
@@ -138,15 +140,16 @@ def test_detach_is_all_or_nothing(arena):
     for number in range(1, calls_for(arena, chunks) + 1):
         arena.driver.fail("unmap", number)
         with pytest.raises(PageDriverError, match="unmap"):
-            arena.detach(chunks)
+            detach(arena, chunks, aside)
         assert picture(arena) == before
         assert all(holds(arena, chunk, chunk + 1) for chunk in range(4))
-    arena.detach(chunks)
+    detach(arena, chunks, aside)
     check(arena)
     assert holds(arena, 1, 2)
 
 
-def test_detach_in_batches_is_all_or_nothing(faulty):
+@pytest.mark.parametrize("aside", [False, True])
+def test_detach_in_batches_is_all_or_nothing(faulty, aside):
     """Scattered chunks, more than can wait for their release at a time."""
     faulty.max_mappings = 8 * 2 * SEGMENTS  # two runs
     arena = make_arena(faulty)
@@ -158,16 +161,16 @@ def test_detach_in_batches_is_all_or_nothing(faulty):
     for number in range(1, 4 * SEGMENTS + 1):
         faulty.fail("unmap", number)
         with pytest.raises(PageDriverError, match="unmap"):
-            arena.detach(chunks)
+            detach(arena, chunks, aside)
         assert picture(arena) == before
         assert all(holds(arena, chunk, chunk + 1) for chunk in range(0, CAPACITY, 2))
     faulty.fail("unmap", 4 * SEGMENTS)
     faulty.fail("create", 1)
     with pytest.raises(ArenaBrokenError, match="could not be undone: create"):
-        arena.detach(chunks)
+        detach(arena, chunks, aside)
     faulty.mend()
     arena.attach(set(range(CAPACITY)) - arena.attached)
-    arena.detach(chunks)
+    detach(arena, chunks, aside)
     check(arena)
     assert all(holds(arena, chunk, chunk + 1) for chunk in range(0, CAPACITY, 2))
     arena.close()

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from vllm.v1.elastic_kv.page_driver import PageDriverError
 
-from .arenas import CAPACITY, SETTLE_S, check, fill, holds, make_arena, picture
+from .arenas import CAPACITY, SETTLE_S, check, detach, fill, holds, make_arena, picture
 from .drivers import CONTRACT, FaultyDriver
 
 CHUNKS = st.lists(st.integers(0, CAPACITY - 1), unique=True, max_size=CAPACITY)
@@ -47,10 +47,10 @@ class Life(RuleBasedStateMachine):
         self.prepared -= set(chunks)
         self._write(chunks)
 
-    @rule(chunks=CHUNKS)
-    def detach(self, chunks):
+    @rule(chunks=CHUNKS, aside=st.booleans())
+    def detach(self, chunks, aside):
         chunks = [chunk for chunk in chunks if chunk in self.marks]
-        self.arena.detach(chunks)
+        (self.arena.begin_detach if aside else self.arena.detach)(chunks)  # the next step comes meanwhile
         for chunk in chunks:
             del self.marks[chunk]
 
@@ -68,12 +68,13 @@ class Life(RuleBasedStateMachine):
             self._write(chunks)
         self.driver.mend()
 
-    @rule(chunks=CHUNKS, number=st.integers(1, 12))
-    def detach_that_may_fail(self, chunks, number):
+    @rule(chunks=CHUNKS, number=st.integers(1, 12), aside=st.booleans())
+    def detach_that_may_fail(self, chunks, number, aside):
         chunks = [chunk for chunk in chunks if chunk in self.marks]
+        assert self.arena.settle(SETTLE_S)
         self.driver.fail("unmap", number)
         try:
-            self.arena.detach(chunks)
+            detach(self.arena, chunks, aside)
         except PageDriverError:
             pass
         else:

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections import deque
 
 import pytest
 from pool.pools import TOKENS, cached_then_freed
@@ -278,12 +279,18 @@ class TestFailingRanks:
         assert brief(engine.resize(blocks=16)) == ("done", 12, 16, 0)
         engine.check()
 
-    def test_shrink_reports_how_far_it_got(self, engine, small_slices):
-        engine.drivers[0].fail("unmap", number=3 + 1)  # in the second of two chunks
+    def test_shrink_reports_how_far_it_got(self, engine):
+        """The chunk that was empty is gone; the one that had to be emptied first stays."""
+        first, second = engine.pool.get_new_blocks(2)
+        engine.pool.free_blocks([first])
+        engine.drivers[0].fail("unmap", number=3 + 1)
         answer = engine.resize(blocks=2)
-        assert brief(answer) == ("partial", 6, 4, 0)
+        assert brief(answer, moved=1) == ("partial", 6, 4, 0)
+        assert answer["reason"].startswith("rank 0: unmap ")
         engine.check()
         assert brief(engine.resize(blocks=2)) == ("done", 4, 2, 0)
+        assert (second.block_id, second.ref_cnt) == (1, 1)
+        engine.check()
 
     def test_every_call_in_turn(self, small_slices):
         """Whatever fails on whichever rank, the ranks agree, and a retry succeeds."""
@@ -521,7 +528,7 @@ class TestExecutorFailures:
             engine.controller.poll()
 
     def test_nothing_more_is_started_after_one(self, engine):
-        engine.model_executor.time_out_on = "detach"
+        engine.model_executor.time_out_on = "begin_detach"
         with pytest.raises(TimeoutError):
             engine.resize(blocks=2)
         calls = list(engine.model_executor.calls)
@@ -531,42 +538,64 @@ class TestExecutorFailures:
         assert engine.model_executor.calls == calls
 
 
-class TestSlices:
-    """A shrink is cut so that none of its parts holds up a step for long."""
+class TestDetachAside:
+    """The pages of a shrink go while the engine steps: no client waits for it."""
 
-    def parts(self, engine, monkeypatch, cost_ms) -> list[int]:
-        """Chunks per call while the cache shrinks from its start to its base, at `cost_ms` each."""
-        sizes = []
+    @pytest.fixture
+    def held(self, engine):
+        """A shrink by two chunks, of which rank 1 does not get on with the first call."""
+        engine.model_executor.settles = False
+        engine.drivers[1].hold("unmap")
+        answer = engine.controller.resize({"blocks": 2})
+        while "begin_detach" not in engine.model_executor.calls:
+            engine.controller.poll()
+        yield answer
+        engine.drivers[1].mend()
 
-        def detach(worker, chunks):
-            if worker.rank == 0:
-                sizes.append(len(chunks))
-            worker.model_runner.kv_cache_config.elastic_kv.arena.detach(chunks)
-            return {"rank": worker.rank, "error": None, "elapsed_ms": cost_ms * len(chunks)}
-
-        monkeypatch.setattr(resizer_module.worker_side, "detach", detach)
-        engine.controller._resizer._pace[detach] = 4 / resizer_module.SLICE_MS
-        assert engine.resize(blocks=2)["outcome"] == "done"
+    def test_the_engine_steps_meanwhile(self, engine, held):
+        engine.batch_queue = deque()
+        for _ in range(5):
+            engine.launch_step()
+            engine.controller.poll()
+            engine.launch_step()
+            engine.end_step()
+            engine.batch_queue.clear()
+            assert engine.controller.pending
+            assert not held.done()
+            assert not engine.controller.holds_steps
+            assert engine.resident_blocks() == 2  # nobody gets the blocks while it is open how it ends
+        engine.drivers[1].go_on()
+        engine.model_executor.settles = True
+        engine.turns(held)
+        assert brief(held.result()) == ("done", 6, 2, 0)
         engine.check()
-        return sizes
 
-    def test_slow_chunks_make_short_slices(self, monkeypatch):
-        engine = Engine(start=38, capacity=40)
-        sizes = self.parts(engine, monkeypatch, cost_ms=20.0)
-        assert sizes[0] == 4
-        assert set(sizes[1:-1]) == {2}  # 2 chunks of 20 ms in 50 ms
-        assert sum(sizes) == 37
-        engine.close()
+    def test_a_rank_that_fails_after_the_others_are_through(self, engine, held):
+        engine.drivers[1].fail("unmap", number=3)  # the first of them waits
+        assert engine.arenas[0].settle(60.0)
+        assert len(engine.arenas[0].attached) == 1
+        engine.drivers[1].go_on()
+        engine.model_executor.settles = True
+        engine.turns(held)
+        assert brief(held.result()) == ("refused", 6, 6, 0)
+        assert held.result()["reason"].startswith("rank 1: unmap ")
+        engine.check()
 
-    def test_quick_chunks_make_long_slices_step_by_step(self, monkeypatch):
+    def test_a_rank_that_never_gets_on_ends_the_engine(self, engine, held, monkeypatch):
+        monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "0")
+        engine.drivers[0].hold("unmap")
+        with pytest.raises(TimeoutError, match="2 chunks are not detached on every rank after 0 s"):
+            engine.controller.poll(wait=True)
+        with pytest.raises(TimeoutError):
+            engine.controller.poll()
+        assert engine.controller.pending
+        engine.drivers[0].go_on()
+
+    def test_it_is_one_call_however_much_goes(self):
         engine = Engine(start=198, capacity=200)
-        sizes = self.parts(engine, monkeypatch, cost_ms=0.01)
-        assert sizes == [4, 16, 64, 113]
-        engine.close()
-
-    def test_a_chunk_that_takes_longer_than_a_slice(self, monkeypatch):
-        engine = Engine(start=6, capacity=8)
-        assert self.parts(engine, monkeypatch, cost_ms=500.0) == [4, 1]
+        assert engine.resize(blocks=2)["outcome"] == "done"
+        assert engine.model_executor.calls == ["begin_detach", "end_detach", "busy", "measure"]
+        engine.check()
         engine.close()
 
 
@@ -609,7 +638,7 @@ def test_calls_per_resize(engine):
     assert engine.model_executor.calls == ["prepare", "busy", "attach", "busy", "measure"]
     engine.model_executor.calls.clear()
     engine.resize(blocks=2)
-    assert engine.model_executor.calls == ["detach", "busy", "measure"]
+    assert engine.model_executor.calls == ["begin_detach", "end_detach", "busy", "measure"]
 
 
 def test_200_random_resizes_with_steps_failures_and_requests(small_slices):

@@ -4,6 +4,8 @@
 import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .layout import Segment
@@ -40,7 +42,9 @@ class KVArena:
     block id of a detached chunk is in use.
 
     What is slow, creating pages and giving them back, a thread in the background does:
-    after `prepare`, and after every `detach`. The methods themselves are for one thread.
+    after `prepare`, and after every `detach`. `begin_detach` lets it do a whole detach. The
+    methods themselves are for one thread. Those that change what is attached, and those that
+    look at it, wait for a detach that was begun.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class KVArena:
         self.address = driver.reserve(self.nbytes)
         self._attached = RunTable(self._split)
         self._stock = PageStock(driver, self._places, self._split, ranks_sharing)
+        self._detaching: Future[None] | None = None  # what `begin_detach` began last
         # Handles that are mapped nowhere are mappings of the process too, beside the pieces of the range.
         # An eighth as many leaves the engine some of the quarter that the host driver does not use.
         limit = driver.max_mappings
@@ -90,11 +95,13 @@ class KVArena:
     @property
     def attached(self) -> frozenset[int]:
         """The chunks that have pages."""
+        self._wait_for_detach()
         return self._attached.chunks
 
     @property
     def resident_bytes(self) -> int:
         """Bytes that are attached, by our own account."""
+        self._wait_for_detach()
         return len(self._attached) * self.chunk_bytes
 
     @property
@@ -117,10 +124,12 @@ class KVArena:
     @property
     def num_handles(self) -> int:
         """Handles that hold memory, whether attached, prepared or not released yet."""
+        self._wait_for_detach()
         return sum(len(run.handles) for run in self._attached.runs) + self._stock.num_handles
 
     def reported_bytes(self) -> int:
         """Bytes that are attached, as the system or the driver tells it."""
+        self._wait_for_detach()
         return self.driver.reported_bytes(self.address, self.nbytes)
 
     def tensor(self) -> "torch.Tensor":
@@ -157,6 +166,7 @@ class KVArena:
 
     def discard_prepared(self) -> None:
         """Give the pages back, in the background, of all chunks that were prepared and not attached."""
+        self._wait_for_detach()
         self._stock.discard()
         self._stock.retry()
 
@@ -201,24 +211,46 @@ class KVArena:
             ArenaBrokenError: It could not be undone.
 
         """
+        self._take(self._checked(chunks, attached=True))
+
+    def begin_detach(self, chunks: Iterable[int]) -> None:
+        """Start to detach `chunks` in the background. `end_detach` tells how it went.
+
+        Raises:
+            ValueError: A chunk is out of range, named twice, or not attached.
+
+        """
         chunks = self._checked(chunks, attached=True)
-        self._stock.retry()
-        self.driver.synchronize()
-        runs = self._attached.take(chunks)
-        size = self._max_loose_runs
-        with _Undo() as undo:
-            for batch in (runs[start : start + size] for start in range(0, len(runs), size)):
-                self._detach(batch)
-                # Only more mappings than can wait at a time make a second batch. What the first one held is gone by
-                # then, but nobody needs it: should the second fail, the first is to have pages, of whatever content.
-                undo.add(self.attach, [chunk for run in batch for chunk in range(run.first, run.end)])
+        self._detaching = Future()
+        self._stock.background.submit(partial(self._detach_aside, chunks, self._detaching))
+
+    def end_detach(self) -> bool:
+        """Whether the detach that was begun last has ended.
+
+        Raises:
+            PageDriverError: It failed. What was done is undone.
+            ArenaBrokenError: It could not be undone.
+
+        """
+        if self._detaching is None:
+            return True
+        if not self._detaching.done():
+            return False
+        self._detaching.result()
+        return True
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until the background has nothing to do. Returns whether that is so."""
         return self._stock.background.settle(timeout_s)
 
     def close(self) -> None:
-        """Detach everything and give the range back. The tensor is no longer valid."""
+        """Detach everything and give the range back. The tensor is no longer valid.
+
+        Raises:
+            PageDriverError: A call failed. What was done is undone.
+            ArenaBrokenError: It could not be undone, or a detach that was begun does not end.
+
+        """
         self.discard_prepared()
         self.detach(sorted(self.attached))
         if not self.settle(_CLOSE_S):
@@ -234,6 +266,32 @@ class KVArena:
         else:
             self.close()
 
+    def _detach_aside(self, chunks: list[int], ended: "Future[None]") -> None:
+        try:
+            ended.set_result(self._take(chunks))
+        except BaseException as error:
+            ended.set_exception(error)
+
+    def _wait_for_detach(self) -> None:
+        """Wait until the detach that was begun has ended, however it does. The detach itself passes."""
+        if self._detaching is None or self._stock.background.is_current:
+            return
+        if not wait([self._detaching], _CLOSE_S).done:
+            raise ArenaBrokenError(f"chunks are still being detached on {self.driver.device} after {_CLOSE_S:.0f} s")
+
+    def _take(self, chunks: list[int]) -> None:
+        """Detach chunks that are attached."""
+        self._stock.retry()
+        self.driver.synchronize()
+        runs = self._attached.take(chunks)
+        size = self._max_loose_runs
+        with _Undo() as undo:
+            for batch in (runs[start : start + size] for start in range(0, len(runs), size)):
+                self._detach(batch)
+                # Only more mappings than can wait at a time make a second batch. What the first one held is gone by
+                # then, but nobody needs it: should the second fail, the first is to have pages, of whatever content.
+                undo.add(self.attach, [chunk for run in batch for chunk in range(run.first, run.end)])
+
     def _map(self, run: Run, undo: "_Undo") -> None:
         for handle, (address, _) in zip(run.handles, self._places(run), strict=True):
             self.driver.map(address, handle)
@@ -241,7 +299,7 @@ class KVArena:
 
     def _detach(self, runs: list[Run]) -> None:
         if self._loose_runs() + len(runs) > self._max_loose_runs:
-            self.settle(_PATIENCE_S)
+            self._stock.await_releases(_PATIENCE_S)
         with _Undo() as undo:
             for run in runs:
                 for handle, (address, _) in zip(run.handles, self._places(run), strict=True):
@@ -280,11 +338,12 @@ class KVArena:
         available = self._stock.available_bytes()
         if nbytes > available and self.busy:
             # Pages on their way back are not lost, only late.
-            self.settle(_PATIENCE_S)
+            self._stock.await_releases(_PATIENCE_S)
             available = self._stock.available_bytes()
         self._stock.check(nbytes, available)
 
     def _checked(self, chunks: Iterable[int], attached: bool) -> list[int]:
+        self._wait_for_detach()
         chunks = list(chunks)
         if len(set(chunks)) != len(chunks):
             raise ValueError(f"a chunk is named twice in {chunks}")

@@ -4,14 +4,14 @@
 - Grow: make pages on all ranks, in the background; attach them on all ranks; if a rank
   fails, take back what the others did; publish the blocks.
 - Shrink: withdraw the blocks; move the live ones, with no step in flight; wait for the
-  steps that were in flight, since they may still touch the chunks; detach on all ranks;
-  if a rank fails, attach again and publish.
+  steps that were in flight, since they may still touch the chunks; detach on all ranks,
+  in the background; if a rank fails, attach again and publish.
 
 Between the slices of a transaction the engine steps.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -70,10 +70,9 @@ class Resizer:
         self._block_bytes = block_bytes
         self._chunk_bytes = block_bytes * pool.layout.chunk_blocks
         self._publish = publish
-        # How much fits into a millisecond: chunks for attach and detach, blocks for move.
+        # How much fits into a millisecond: chunks for attach, blocks for move.
         self._pace: dict[WorkerCall, float] = {
             worker_side.attach: FIRST_SLICE_BYTES / self._chunk_bytes / SLICE_MS,
-            worker_side.detach: FIRST_SLICE_BYTES / self._chunk_bytes / SLICE_MS,
             worker_side.move: FIRST_SLICE_BYTES / block_bytes / SLICE_MS,
         }
 
@@ -139,8 +138,8 @@ class Resizer:
         gone, error = 0, None
         while self._pool.leaving and not error:
             if empty := self._pool.emptied():
-                done, error = yield from self._detach(job, empty)
-                gone += done
+                error = yield from self._detach(job, empty)
+                gone += 0 if error else len(empty)
             elif job.overdue:
                 error = f"not done within {job.request.timeout_s:g} s"
             else:
@@ -155,7 +154,7 @@ class Resizer:
     def settle(self, job: Job) -> Generator[Waitable, Any, list[RankState]]:
         """Wait for the ranks to have given memory back, and see what they hold."""
         end = time.monotonic() + SETTLE_SECONDS
-        yield from self._background(lambda: time.monotonic() > end)
+        yield from self._look(worker_side.busy, _all_idle, lambda: time.monotonic() > end)
         return (yield call(self._executor, worker_side.measure))
 
     def _victims(self, job: Job, plan: ShrinkPlan) -> "list[Request]":
@@ -168,16 +167,21 @@ class Resizer:
         job.holds_steps = True
         yield Fence(self._engine)
 
-    def _detach(self, job: Job, chunks: Sequence[int]) -> Generator[Waitable, Any, tuple[int, str | None]]:
-        """Detach chunks that were emptied. Returns how many, and why not all of them."""
+    def _detach(self, job: Job, chunks: Sequence[int]) -> Generator[Waitable, Any, str | None]:
+        """Detach chunks that were emptied, while the engine goes on. Returns why it could not be done."""
         # From here on their pages go, even if the caller's time is up: nothing uses them any more.
         yield Fence(self._engine)
-        for first, part in self._slices(worker_side.detach, chunks):
-            error = yield from self._on_all_ranks(job, worker_side.detach, worker_side.attach, part)
-            if error:
-                return first, error
-            self._pool.retire(part)
-        return len(chunks), None
+        begun: list[RankReport] = yield call(self._executor, worker_side.begin_detach, chunks)
+        job.result.pause_ms += max(report["elapsed_ms"] for report in begun)
+        longest = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        end = time.monotonic() + longest
+        reports = yield from self._look(worker_side.end_detach, all, lambda: time.monotonic() > end)
+        if not all(reports):
+            raise TimeoutError(f"{len(chunks)} chunks are not detached on every rank after {longest} s")
+        error = yield from self._agree(job, reports, worker_side.attach, chunks)
+        if not error:
+            self._pool.retire(chunks)
+        return error
 
     def _move(self, job: Job) -> Generator[Waitable, Any, str | None]:
         """Move a slice of live blocks out of leaving chunks. Returns why it could not be done."""
@@ -203,26 +207,24 @@ class Resizer:
         if reason := _reason(reports):
             job.rank_failed = True
             return reason
-        yield from self._background(lambda: job.overdue)
+        yield from self._look(worker_side.busy, _all_idle, lambda: job.overdue)
         return f"not done within {job.request.timeout_s:g} s" if job.overdue else None
 
-    def _background(self, give_up: Callable[[], bool]) -> Generator[Waitable, Any, None]:
-        """Wait for what the ranks do in the background."""
+    def _look(
+        self, function: Callable[[Any], T], ended: Callable[[list[T]], bool], give_up: Callable[[], bool]
+    ) -> Generator[Waitable, Any, list[T]]:
+        """Look at what the ranks do in the background until it has `ended`. Returns what was seen last."""
         wait = LOOK_SECONDS[0]
-        while not give_up() and any((yield call(self._executor, worker_side.busy))):
+        while True:
+            seen: list[T] = yield call(self._executor, function)
+            if ended(seen) or give_up():
+                return seen
             yield Timer(wait)
             wait = min(2 * wait, LOOK_SECONDS[1])
 
     def in_a_slice(self, do: WorkerCall) -> int:
         """How many chunks, or blocks for `move`, a slice has."""
         return max(1, int(self._pace[do] * SLICE_MS))
-
-    def _slices(self, do: WorkerCall, chunks: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
-        first = 0
-        while first < len(chunks):
-            size = self.in_a_slice(do)
-            yield first, chunks[first : first + size]
-            first += size
 
     def _on_all_ranks(
         self, job: Job, do: WorkerCall, undo: WorkerCall, what: Sequence[Any]
@@ -231,10 +233,18 @@ class Resizer:
         reports: list[RankReport] = yield call(self._executor, do, what)
         elapsed_ms = max(report["elapsed_ms"] for report in reports)
         job.result.pause_ms += elapsed_ms
-        reason = _reason(reports)
-        if not reason:
+        error = yield from self._agree(job, reports, undo, what)
+        if not error:
             pace = len(what) / max(elapsed_ms, 0.001)
             self._pace[do] = min(4 * self._pace[do], pace)
+        return error
+
+    def _agree(
+        self, job: Job, reports: Sequence[RankReport], undo: WorkerCall, what: Sequence[Any]
+    ) -> Generator[Waitable, Any, str | None]:
+        """Undo on the ranks that did something if others could not. Returns why they could not."""
+        reason = _reason(reports)
+        if not reason:
             return None
         job.rank_failed = True
         done = [report["rank"] for report in reports if not report["error"]]
@@ -260,6 +270,10 @@ def _at_once(steps: Generator[Waitable, Any, T]) -> T:
             value = steps.send(value).result()
         except StopIteration as stop:
             return stop.value
+
+
+def _all_idle(busy: Sequence[bool]) -> bool:
+    return not any(busy)
 
 
 def _reason(reports: Sequence[RankReport]) -> str:

@@ -166,6 +166,13 @@ class PageStock:
         if self._unreleased:
             self.background.submit(self._release)
 
+    def await_releases(self, timeout_s: float) -> None:
+        """Wait for what is on its way back, or give it back at once where it is the background that asks."""
+        if self.background.is_current:
+            self._release()
+        else:
+            self.background.settle(timeout_s)
+
     def _create(self, run: Run) -> None:
         for address, nbytes in self._places(run):
             if run.unwanted:

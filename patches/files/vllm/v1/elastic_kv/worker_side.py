@@ -123,6 +123,23 @@ def detach(worker: Any, chunks: Sequence[int]) -> RankReport:
     return _report(worker, lambda arena: arena.detach(chunks))
 
 
+def begin_detach(worker: Any, chunks: Sequence[int]) -> RankReport:
+    """Start to `detach` on this rank while steps go on, which do not touch `chunks` any more."""
+    return _report(worker, lambda arena: arena.begin_detach(chunks))
+
+
+def end_detach(worker: Any) -> RankReport | None:
+    """How the detach went that was begun last on this rank; None while it goes on."""
+    ended = True
+
+    def do(arena: KVArena) -> None:
+        nonlocal ended
+        ended = arena.end_detach()
+
+    report = _report(worker, do)
+    return report if ended else None
+
+
 def busy(worker: Any) -> bool:
     """Whether pages are being made, or given back."""
     return _arena(worker).busy
