@@ -268,9 +268,11 @@ class KVArena:
 
     def _detach_aside(self, chunks: list[int], ended: "Future[None]") -> None:
         try:
-            ended.set_result(self._take(chunks))
+            self._take(chunks)
         except BaseException as error:
             ended.set_exception(error)
+        else:
+            ended.set_result(None)
 
     def _wait_for_detach(self) -> None:
         """Wait until the detach that was begun has ended, however it does. The detach itself passes."""

@@ -104,12 +104,15 @@ class ElasticBlockPool(BlockPool):
         """
         assert not self._leaving, "another shrink is under way"
         size = self.layout.chunk_blocks
+        # Requests wait for this, so the blocks are gone through once. While nothing leaves, what is not free is live.
+        live = dict.fromkeys(self._resident, size)
         # A chunk is worth what its most useful block is worth: the one evicted last.
         worth = dict.fromkeys(self._resident, -1)
         for place, block in enumerate(self.free_block_queue.iter_blocks_after(None)):
+            chunk = block.block_id // size
+            live[chunk] -= 1
             if block.block_hash is not None:
-                worth[block.block_id // size] = place
-        live = {chunk: sum(self.blocks[block_id].ref_cnt > 0 for block_id in self._ids(chunk)) for chunk in worth}
+                worth[chunk] = place
         room = self.get_num_free_blocks()
         leavable = len(self._resident) - self._base_chunks
         wanted = min(num_chunks, leavable)
@@ -273,6 +276,8 @@ class ElasticBlockPool(BlockPool):
 
     def _evicted_by(self, victims: Sequence[int], moved: int) -> int:
         """Cached blocks in `victims`, and among the destinations of `moved` blocks."""
+        if not len(self.cached_block_hash_to_block):
+            return 0
         leaving, destinations, evicted = set(victims), 0, 0
         for block in self.free_block_queue.iter_blocks_after(None):
             if block.block_id // self.layout.chunk_blocks in leaving:

@@ -137,7 +137,9 @@ class Resizer:
         job.holds_steps = False
         gone, error = 0, None
         while self._pool.leaving and not error:
-            if empty := self._pool.emptied():
+            with Pause(job):
+                empty = self._pool.emptied()
+            if empty:
                 error = yield from self._detach(job, empty)
                 gone += 0 if error else len(empty)
             elif job.overdue:
@@ -176,11 +178,13 @@ class Resizer:
         longest = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
         end = time.monotonic() + longest
         reports = yield from self._look(worker_side.end_detach, all, lambda: time.monotonic() > end)
-        if not all(reports):
+        ended = [report for report in reports if report is not None]
+        if len(ended) < len(reports):
             raise TimeoutError(f"{len(chunks)} chunks are not detached on every rank after {longest} s")
-        error = yield from self._agree(job, reports, worker_side.attach, chunks)
+        error = yield from self._agree(job, ended, worker_side.attach, chunks)
         if not error:
-            self._pool.retire(chunks)
+            with Pause(job):
+                self._pool.retire(chunks)
         return error
 
     def _move(self, job: Job) -> Generator[Waitable, Any, str | None]:
