@@ -88,7 +88,7 @@ def check(arena: KVArena, prepared: int = 0) -> None:
     assert arena.unreleased_bytes == 0
     most = (chunks + prepared) * len(arena.segments)
     assert len(arena.driver.live) == arena.num_handles
-    assert arena.num_handles <= most if arena.driver.divisible else arena.num_handles == most
+    assert arena.num_handles <= most
     assert bool(arena.num_handles) == bool(most)
 
 

@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+from support.cuda_stand_in.cuda_stand_in import StandInDriver, reset
 from vllm.v1.elastic_kv.host_driver import HostPageDriver
 from vllm.v1.elastic_kv.page_driver import OutOfMemoryError, PageDriver, PageDriverError
 
@@ -17,8 +18,14 @@ class Indivisible(HostPageDriver):
         raise ValueError("handles of this driver cannot be cut")
 
 
+def stand_in() -> StandInDriver:
+    """The CUDA driver over a device that has pages of the host's size, so that tests are quick."""
+    reset(granule=4096)
+    return StandInDriver()
+
+
 # Every driver that has to keep the contract, by the name that a failing test shows.
-CONTRACT = {"host": HostPageDriver, "indivisible": Indivisible}
+CONTRACT = {"host": HostPageDriver, "indivisible": Indivisible, "cuda over the stand-in": stand_in}
 
 
 class LargeGranule(HostPageDriver):
@@ -97,9 +104,13 @@ class FaultyDriver(PageDriver):
         self.inner.release(handle)
         self.live.discard(handle)
 
-    def map(self, address, handle):
+    def map(self, address, handle, usable=True):
         self._count("map")
-        self.inner.map(address, handle)
+        self.inner.map(address, handle, usable)
+
+    def make_usable(self, handles):
+        self._count("make_usable")
+        self.inner.make_usable(handles)
 
     def unmap(self, handle):
         self._count("unmap")

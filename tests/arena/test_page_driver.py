@@ -137,12 +137,15 @@ def test_reported_bytes_follow_the_pages(driver, space, size):
 
 
 def test_memory_comes_with_create_and_goes_with_release(driver, space):
+    def used() -> int:
+        return resident_bytes() if driver.device == "host" else driver.total_bytes() - driver.available_bytes()
+
     size = 16 << 20
-    before = resident_bytes()
+    before = used()
     handle = driver.create(size)
-    assert resident_bytes() - before >= size * 0.9
+    assert used() - before >= size * 0.9
     driver.release(handle)
-    assert resident_bytes() - before < size * 0.2
+    assert used() - before < size * 0.2
 
 
 class TestMisuse:
@@ -504,6 +507,8 @@ def test_pages_can_be_made_and_given_back_beside_other_calls(driver, space, size
 
 def test_no_huge_pages_so_that_parts_really_go(driver):
     """Host only. A huge page that is unmapped in part keeps all its memory, though it no longer counts as resident."""
+    if driver.device != "host":
+        pytest.skip("the device's pages are its own affair")
     size = 64 << 20
     space = driver.reserve(size)
     handle = driver.create(size, space)

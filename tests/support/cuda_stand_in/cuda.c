@@ -97,6 +97,7 @@ static void drop_if_unused(Allocation *allocation) {
     close(allocation->fd);
     allocation->fd = -1;
     used[allocation->device] -= allocation->size;
+    while (num_allocations && allocations[num_allocations - 1].fd < 0) num_allocations--; /* handles come again */
 }
 
 CUresult cuInit(unsigned flags) {

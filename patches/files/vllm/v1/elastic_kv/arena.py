@@ -34,7 +34,8 @@ class KVArena:
 
     Consecutive chunks that are attached together are a run: one handle per segment holds
     their pages, and is cut where only a part of them is detached. With a driver whose
-    handles cannot be cut, each chunk is a run of its own.
+    handles cannot be cut, what stays of a run is copied to handles of its own. That takes
+    memory for it while it lasts, one run after the other.
 
     `attach` and `detach` are all-or-nothing: what was done before a failure is undone, and
     the failure is reported. (Cuts stay. Nobody sees them but for the number of handles.)
@@ -156,7 +157,7 @@ class KVArena:
         self._stock.drop_failed()
         self._stock.retry()
         prepared = self._stock.prepared
-        runs = runs_of((chunk for chunk in chunks if chunk not in prepared), self.driver.divisible)
+        runs = runs_of(chunk for chunk in chunks if chunk not in prepared)
         runs = runs[: max(0, self._max_loose_runs - self._loose_runs())]
         if runs:
             # Pages on their way back are there by the time that these are made.
@@ -174,7 +175,8 @@ class KVArena:
         """Give pages to `chunks`; they read as zero.
 
         Of chunks that were prepared the pages are there, or are waited for. The others'
-        are created now.
+        are created now. Where handles cannot be cut, a run that was prepared is used as a whole
+        or not at all: the rest of it is not prepared any more.
 
         Raises:
             ValueError: A chunk is out of range, named twice, or attached already.
@@ -186,8 +188,10 @@ class KVArena:
         """
         chunks = self._checked(chunks, attached=False)
         self._stock.retry()
+        if not self.driver.divisible:
+            self._stock.give_back_parts(chunks)
         prepared = self._stock.prepared
-        missing = runs_of((chunk for chunk in chunks if chunk not in prepared), self.driver.divisible)
+        missing = runs_of(chunk for chunk in chunks if chunk not in prepared)
         ready = self._stock.wait(chunk for chunk in chunks if chunk in prepared)
         self._check_memory(self._bytes(missing))
         with _Undo() as undo:
@@ -197,6 +201,7 @@ class KVArena:
                 self._stock.make(run)
                 undo.add(self._stock.give_back, [run])
                 self._map(run, undo)
+            self._make_usable([*ready, *missing])
         for run in ready:
             self._stock.remove(run)
         for run in [*ready, *missing]:
@@ -285,31 +290,78 @@ class KVArena:
         """Detach chunks that are attached."""
         self._stock.retry()
         self.driver.synchronize()
-        runs = self._attached.take(chunks)
-        size = self._max_loose_runs
+        leaving = frozenset(chunks)
         with _Undo() as undo:
-            for batch in (runs[start : start + size] for start in range(0, len(runs), size)):
-                self._detach(batch)
-                # Only more mappings than can wait at a time make a second batch. What the first one held is gone by
-                # then, but nobody needs it: should the second fail, the first is to have pages, of whatever content.
-                undo.add(self.attach, [chunk for run in batch for chunk in range(run.first, run.end)])
+            for batch in self._batches(leaving):
+                self._detach(batch, leaving)
+                # A batch is more mappings than can wait at a time, or a run that is cut. What an earlier one held is
+                # gone by then, but nobody needs it: should a later one fail, it is to have pages, of whatever content.
+                undo.add(self.attach, [chunk for run in batch for chunk in run.chunks if chunk in leaving])
 
     def _map(self, run: Run, undo: "_Undo") -> None:
         for handle, (address, _) in zip(run.handles, self._places(run), strict=True):
-            self.driver.map(address, handle)
+            self.driver.map(address, handle, usable=False)
             undo.add(self.driver.unmap, handle)
 
-    def _detach(self, runs: list[Run]) -> None:
+    def _make_usable(self, runs: Iterable[Run]) -> None:
+        if handles := [handle for run in runs for handle in run.handles]:
+            self.driver.make_usable(handles)
+
+    def _batches(self, leaving: frozenset[int]) -> list[list[Run]]:
+        """The runs to detach so that `leaving` go, in lists that go at a time."""
+        if self.driver.divisible:
+            runs, size = self._attached.take(leaving), self._max_loose_runs
+            return [runs[start : start + size] for start in range(0, len(runs), size)]
+        runs = self._attached.touched(sorted(leaving))
+        whole = [run for run in runs if leaving.issuperset(run.chunks)]
+        # Whole ones first: their memory may be what the others need to be cut.
+        return [*([whole] if whole else []), *([run] for run in runs if run not in whole)]
+
+    def _detach(self, runs: list[Run], leaving: frozenset[int]) -> None:
+        """Take the pages of runs, and copy what is not `leaving` to runs of its own."""
+        staying = [part for run in runs for part in runs_of(chunk for chunk in run.chunks if chunk not in leaving)]
+        self._check_memory(self._bytes(staying))
         if self._loose_runs() + len(runs) > self._max_loose_runs:
             self._stock.await_releases(_PATIENCE_S)
         with _Undo() as undo:
+            for part in staying:
+                self._stock.make(part)
+                undo.add(self._stock.give_back, [part])
+            self._copy(staying)
             for run in runs:
                 for handle, (address, _) in zip(run.handles, self._places(run), strict=True):
                     self.driver.unmap(handle)
                     undo.add(self.driver.map, address, handle)
+            for part in staying:
+                self._map(part, undo)
+            self._make_usable(staying)
         for run in runs:
             self._attached.remove(run)
+        for part in staying:
+            self._attached.add(part)
         self._stock.give_back(runs)
+
+    def _copy(self, runs: Sequence[Run]) -> None:
+        """Copy the contents of the places of `runs` to their handles, which are mapped nowhere."""
+        if not runs:
+            return
+        buffer, nbytes = self.tensor(), self._bytes(runs)
+        with _Undo() as undo:
+            at = elsewhere = self.driver.reserve(nbytes)
+            undo.add(self.driver.unreserve, elsewhere, nbytes)
+            sources = []
+            for run in runs:
+                for handle, (address, size) in zip(run.handles, self._places(run), strict=True):
+                    self.driver.map(at, handle, usable=False)
+                    undo.add(self.driver.unmap, handle)
+                    sources.append(buffer[address - self.address :][:size])
+                    at += size
+            self._make_usable(runs)
+            target = self.driver.tensor(elsewhere, nbytes)
+            for source, part in zip(sources, target.split([len(source) for source in sources]), strict=True):
+                part.copy_(source)
+            self.driver.synchronize()
+            undo.do_now()
 
     def _loose_runs(self) -> int:
         """Runs that are, or are going to be, mapped nowhere."""
@@ -368,6 +420,13 @@ class _Undo:
 
     def add(self, function: Callable[..., None], *arguments: Any) -> None:
         self._steps.append((function, arguments))
+
+    def do_now(self) -> None:
+        """Run it although nothing failed. What is left where a step fails, is run as after any failure."""
+        while self._steps:
+            function, arguments = self._steps[-1]
+            function(*arguments)
+            self._steps.pop()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is None:

@@ -16,7 +16,7 @@ import errno
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,7 +120,7 @@ class HostPageDriver(PageDriver):
         self._hidden.discard(handle)
         self._ledger.released(handle)
 
-    def map(self, address: int, handle: int) -> None:
+    def map(self, address: int, handle: int, usable: bool = True) -> None:
         self._ledger.check_map(address, handle)
         source, nbytes = self._at[handle]
         if handle in self._hidden:
@@ -130,6 +130,9 @@ class HostPageDriver(PageDriver):
         self._address("mremap", nbytes, source, nbytes, nbytes, flags, address)
         self._at[handle] = (address, nbytes)
         self._ledger.mapped(address, handle)
+
+    def make_usable(self, handles: Iterable[int]) -> None:
+        """Pages are usable wherever they are mapped."""
 
     def unmap(self, handle: int) -> None:
         self._ledger.check_unmap(handle)

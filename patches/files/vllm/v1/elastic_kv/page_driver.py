@@ -5,7 +5,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -93,8 +93,16 @@ class PageDriver(ABC):
         """Give the memory of an unmapped handle back to the device."""
 
     @abstractmethod
-    def map(self, address: int, handle: int) -> None:
-        """Put the pages of `handle` behind `address`, readable and writable."""
+    def map(self, address: int, handle: int, usable: bool = True) -> None:
+        """Put the pages of `handle` behind `address`.
+
+        They are readable and writable, unless `usable` is false: then `make_usable` has to be
+        called before they are touched. That is for several handles, and costs fewer calls.
+        """
+
+    @abstractmethod
+    def make_usable(self, handles: Iterable[int]) -> None:
+        """Let pages be read and written that were mapped without. Where it fails, they stay mapped."""
 
     @abstractmethod
     def unmap(self, handle: int) -> None:
@@ -232,6 +240,17 @@ class Ledger:
                 self.mapped(address + nbytes, rest)
             return rest
 
+    def place(self, handle: int) -> int:
+        """The address of a mapped handle."""
+        with self._lock:
+            return self._mapped[handle]
+
+    def pieces(self, address: int, end: int) -> list[tuple[int, int]]:
+        """What is mapped between two addresses, as address and end, in order."""
+        with self._lock:
+            first, last = bisect_left(self._pieces, (address,)), bisect_left(self._pieces, (end,))
+            return self._pieces[first:last]
+
     def _size(self, handle: int) -> int:
         if handle not in self._sizes:
             raise ValueError(f"there is no handle {handle}")
@@ -242,8 +261,8 @@ class Ledger:
         return before >= 0 and self._pieces[before][1] > address
 
 
-def make_driver(name: str, device_type: str) -> PageDriver:
-    """The page driver called `name` (`auto`: the one for `device_type`).
+def check_driver(name: str, device_type: str) -> str:
+    """Which page driver `name` is on a device (`auto`: the one for `device_type`). Loads nothing.
 
     Raises:
         ValueError: There is none for that device.
@@ -251,14 +270,38 @@ def make_driver(name: str, device_type: str) -> PageDriver:
     """
     if name == "auto":
         name = {"cpu": "host", "cuda": "cuda"}.get(device_type, device_type)
-    if name == "host" and device_type == "cpu":
+    if (name, device_type) not in (("host", "cpu"), ("cuda", "cuda")):
+        raise ValueError(
+            f"The elastic KV cache has no page driver {name!r} for device type {device_type!r}; "
+            "it has 'host' for 'cpu' and 'cuda' for 'cuda'."
+        )
+    return name
+
+
+def make_driver(name: str, device_type: str, ordinal: int = 0, keep_bytes: int = 0) -> PageDriver:
+    """The page driver called `name`, as `check_driver` has it.
+
+    Args:
+        name: `auto`, `host` or `cuda`.
+        device_type: The type of torch's device.
+        ordinal: The index of torch's device.
+        keep_bytes: Released device memory to keep at hand. The host driver keeps none.
+
+    Raises:
+        ValueError: There is none for that device.
+
+    """
+    if check_driver(name, device_type) == "host":
         from .host_driver import HostPageDriver
 
         return HostPageDriver()
-    raise ValueError(
-        f"The elastic KV cache has no page driver {name!r} for device type {device_type!r} in this release; "
-        "it has 'host' for 'cpu'."
-    )
+    import torch
+
+    if torch.version.hip is not None:
+        raise ValueError("The elastic KV cache has no page driver for ROCm: its driver is NVIDIA's.")
+    from .cuda_driver import CudaPageDriver
+
+    return CudaPageDriver(ordinal, keep_bytes)
 
 
 def node_name() -> str:

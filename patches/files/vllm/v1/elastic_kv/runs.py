@@ -22,12 +22,16 @@ class Run:
     def end(self) -> int:
         return self.first + self.count
 
+    @property
+    def chunks(self) -> range:
+        return range(self.first, self.end)
 
-def runs_of(chunks: Iterable[int], divisible: bool = True) -> list[Run]:
-    """Group chunks into the longest runs, or into runs of one where handles cannot be cut later."""
+
+def runs_of(chunks: Iterable[int]) -> list[Run]:
+    """Group chunks into the longest runs."""
     runs: list[Run] = []
     for chunk in sorted(chunks):
-        if divisible and runs and runs[-1].end == chunk:
+        if runs and runs[-1].end == chunk:
             runs[-1].count += 1
         else:
             runs.append(Run(chunk, 1))
@@ -58,10 +62,10 @@ class RunTable:
         return list(dict.fromkeys(self._of.values()))
 
     def add(self, run: Run) -> None:
-        self._of.update(dict.fromkeys(range(run.first, run.end), run))
+        self._of.update(dict.fromkeys(run.chunks, run))
 
     def remove(self, run: Run) -> None:
-        for chunk in range(run.first, run.end):
+        for chunk in run.chunks:
             del self._of[chunk]
 
     def touched(self, chunks: Iterable[int]) -> list[Run]:

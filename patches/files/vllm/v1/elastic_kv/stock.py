@@ -124,6 +124,16 @@ class PageStock:
             if run.error is not None:
                 self._prepared.remove(run)
 
+    def give_back_parts(self, chunks: Iterable[int]) -> None:
+        """Give back the prepared runs of which `chunks` are only a part. For handles that cannot be cut."""
+        chunks = set(chunks)
+        parts = [
+            run for run in self._prepared.touched(chunks) if not chunks.issuperset(run.chunks)
+        ]
+        for run in parts:
+            self._prepared.remove(run)
+        self.give_back(parts)
+
     def wait(self, chunks: Iterable[int]) -> list[Run]:
         """Wait until the pages of `chunks`, all of them prepared, are made.
 

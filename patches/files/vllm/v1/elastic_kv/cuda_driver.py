@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of an NVIDIA GPU, by the driver's virtual memory management.
+
+A call costs about the same for 2 MiB and for 2 GiB, so handles are large: to attach
+is to create and map one handle for each segment, to allow access once for each
+contiguous range, and to zero all that is new with one kernel.
+
+The bindings are imported when a driver is made, not with this module.
+Source: CUDA driver API, "Virtual Memory Management" (cuMemCreate and what goes with it).
+"""
+
+import ctypes
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .page_driver import Ledger, OutOfMemoryError, PageDriver, PageDriverError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CudaPageDriver(PageDriver):
+    """Memory of one GPU behind the rules of `PageDriver`.
+
+    The device's primary context, which torch works in as well, is retained for the
+    life of the driver and made current on every thread that calls. Work that uses
+    pages may be on any stream: `synchronize` waits for the whole context.
+
+    With `keep_bytes`, released memory up to that size stays at hand for a `create`
+    of the same size. It counts as available, and goes back to the device as soon as a
+    `create` finds too little, or by `give_up_kept`.
+    """
+
+    name = "cuda"
+    divisible = False
+
+    def __init__(self, ordinal: int = 0, keep_bytes: int = 0, shareable: bool = False) -> None:
+        """Take hold of a device.
+
+        Args:
+            ordinal: Which one, by the driver's numbering, which is torch's as well: it begins
+                at 0 with the first of CUDA_VISIBLE_DEVICES.
+            keep_bytes: Released memory to keep at hand, at most.
+            shareable: Whether handles can be exported as file descriptors.
+
+        Raises:
+            ValueError: There is no NVIDIA driver here, or no such device.
+            PageDriverError: The driver refuses.
+
+        """
+        try:
+            from cuda.bindings import driver as api
+        except ImportError as error:
+            raise ValueError(f"The page driver 'cuda' needs the package cuda-bindings: {error}.") from error
+        self.device = f"cuda:{ordinal}"
+        self._api: Any = api
+        self._keep_bytes = keep_bytes
+        self._lock = threading.Lock()  # guards the tables below; the driver's own calls need none
+        self._native: dict[int, Any] = {}  # handle -> the driver's
+        self._sizes: dict[int, int] = {}
+        self._unwritten: set[int] = set()  # handles whose pages are to be zeroed before they are used
+        self._kept: dict[int, list[Any]] = defaultdict(list)  # bytes -> the driver's handles
+        self._thread = threading.local()
+        try:
+            self._do("cuInit", 0, 0)
+        except RuntimeError as error:
+            if isinstance(error, PageDriverError):
+                raise
+            raise ValueError(
+                f"The page driver 'cuda' needs NVIDIA's driver library, and there is none: {error}"
+            ) from error
+        count = self._do("cuDeviceGetCount", 0)
+        if not 0 <= ordinal < count:
+            raise ValueError(f"The page driver 'cuda' finds {count} devices, so that there is no device {ordinal}.")
+        device = self._do("cuDeviceGet", 0, ordinal)
+        attribute = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        if not self._do("cuDeviceGetAttribute", 0, attribute, device):
+            raise ValueError(f"{self.device} has no virtual memory management, which the page driver 'cuda' needs.")
+        self._property = api.CUmemAllocationProp()
+        self._property.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._property.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._property.location.id = ordinal
+        if shareable:
+            self._property.requestedHandleTypes = (
+                api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+            )
+        self._access = api.CUmemAccessDesc()
+        self._access.location = self._property.location
+        self._access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        smallest = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self._granule = int(self._do("cuMemGetAllocationGranularity", 0, self._property, smallest))
+        self._ledger = Ledger(self._granule)
+        self._dl_device = (_DL_CUDA, ordinal)
+        self._context = self._do("cuDevicePrimaryCtxRetain", 0, device)
+        # Not at exit: other threads and libraries may still compute then.
+        weakref.finalize(self, api.cuDevicePrimaryCtxRelease, device).atexit = False
+
+    @property
+    def granule(self) -> int:
+        return self._granule
+
+    @property
+    def max_mappings(self) -> None:
+        return None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Released memory that is kept at hand."""
+        with self._lock:
+            return sum(nbytes * len(handles) for nbytes, handles in self._kept.items())
+
+    def reserve(self, nbytes: int) -> int:
+        self._ledger.check_size(nbytes)
+        self._enter()
+        address = int(self._do("cuMemAddressReserve", nbytes, nbytes, 0, 0, 0))
+        self._ledger.reserved(address, nbytes)
+        return address
+
+    def unreserve(self, address: int, nbytes: int) -> None:
+        self._ledger.check_unreserve(address, nbytes)
+        self._enter()
+        self._do("cuMemAddressFree", nbytes, address, nbytes)
+        self._ledger.unreserved(address)
+
+    def create(self, nbytes: int, address: int = 0) -> int:
+        self._ledger.check_size(nbytes)
+        self._enter()
+        with self._lock:
+            native = self._kept[nbytes].pop() if self._kept.get(nbytes) else None
+        if native is None:
+            try:
+                native = self._do("cuMemCreate", nbytes, nbytes, self._property, 0)
+            except OutOfMemoryError:
+                if not self.give_up_kept():
+                    raise
+                native = self._do("cuMemCreate", nbytes, nbytes, self._property, 0)
+        handle = self._ledger.created(nbytes)
+        with self._lock:
+            self._native[handle], self._sizes[handle] = native, nbytes
+            self._unwritten.add(handle)
+        return handle
+
+    def release(self, handle: int) -> None:
+        self._ledger.check_release(handle)
+        self._enter()
+        native, nbytes = self._native[handle], self._sizes[handle]
+        if self.kept_bytes + nbytes <= self._keep_bytes:
+            with self._lock:
+                self._kept[nbytes].append(native)
+        else:
+            self._do("cuMemRelease", nbytes, native)
+        with self._lock:
+            del self._native[handle], self._sizes[handle]
+            self._unwritten.discard(handle)
+        self._ledger.released(handle)
+
+    def give_up_kept(self) -> int:
+        """Give all kept memory back to the device. Returns how much that was, in bytes."""
+        self._enter()
+        given = 0
+        while True:
+            with self._lock:
+                nbytes = next((nbytes for nbytes, handles in self._kept.items() if handles), 0)
+                if not nbytes:
+                    return given
+                native = self._kept[nbytes].pop()
+            try:
+                self._do("cuMemRelease", nbytes, native)
+            except PageDriverError:
+                with self._lock:
+                    self._kept[nbytes].append(native)
+                raise
+            given += nbytes
+
+    def map(self, address: int, handle: int, usable: bool = True) -> None:
+        self._ledger.check_map(address, handle)
+        self._enter()
+        nbytes = self._sizes[handle]
+        self._do("cuMemMap", nbytes, address, nbytes, 0, self._native[handle], 0)
+        self._ledger.mapped(address, handle)
+        if not usable:
+            return
+        try:
+            self.make_usable([handle])
+        except PageDriverError as error:
+            try:
+                self.unmap(handle)
+            except PageDriverError as lost:
+                # No PageDriverError: what is mapped is not as the caller believes, so nothing may go on.
+                raise RuntimeError(f"{error}; and the pages could not be unmapped: {lost}") from lost
+            raise
+
+    def make_usable(self, handles: Iterable[int]) -> None:
+        self._enter()
+        places = {handle: (self._ledger.place(handle), self._sizes[handle]) for handle in handles}
+        for address, nbytes in _joined(places.values()):
+            self._do("cuMemSetAccess", nbytes, address, nbytes, [self._access], 1)
+        new = [handle for handle in places if handle in self._unwritten]
+        if new:
+            self._zero(sorted(places[handle] for handle in new))
+            with self._lock:
+                self._unwritten.difference_update(new)
+
+    def unmap(self, handle: int) -> None:
+        self._ledger.check_unmap(handle)
+        self._enter()
+        nbytes = self._sizes[handle]
+        self._do("cuMemUnmap", nbytes, self._ledger.place(handle), nbytes)
+        self._ledger.unmapped(handle)
+
+    def split(self, handle: int, nbytes: int) -> int:
+        raise ValueError("a handle of a CUDA device cannot be cut: cuMemUnmap takes whole mappings only")
+
+    def synchronize(self) -> None:
+        """Wait for all streams of the context. The caller has seen to it that none is being captured."""
+        self._make_current()
+        self._do("cuCtxSynchronize", 0)
+
+    def available_bytes(self) -> int:
+        self._make_current()
+        return int(self._do("cuMemGetInfo", 0)[0]) + self.kept_bytes
+
+    def total_bytes(self) -> int:
+        self._make_current()
+        return int(self._do("cuMemGetInfo", 0)[1])
+
+    def reported_bytes(self, address: int, nbytes: int) -> int:
+        """Asks the driver about each mapping that there should be, and about each gap between them."""
+        self._enter()
+        reported, at = 0, address
+        for start, end in self._ledger.pieces(address, address + nbytes):
+            if at < start and self._is_mapped(at):
+                reported += self._granule
+            reported += (end - start) * self._is_mapped(start)
+            at = end
+        if at < address + nbytes and self._is_mapped(at):
+            reported += self._granule
+        return reported
+
+    def tensor(self, address: int, nbytes: int, on_free: Callable[[], None] | None = None) -> "torch.Tensor":
+        import torch
+
+        tensor: torch.Tensor = torch.from_dlpack(_capsule(address, nbytes, self._dl_device))  # type: ignore[attr-defined]
+        if on_free is not None:
+            # torch keeps one Python object for a storage as long as any tensor has it.
+            weakref.finalize(tensor.untyped_storage(), on_free).atexit = False
+        return tensor
+
+    def _zero(self, places: Sequence[tuple[int, int]]) -> None:
+        """Zero places that nobody uses yet, and wait for that alone.
+
+        Not on the stream that computes: the wait would be for the steps in flight as well. Since
+        it is waited for here, work that is submitted later, on whatever stream, finds zeros.
+        """
+        import torch
+
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            self._fill(places)
+        stream.synchronize()
+
+    def _fill(self, places: Sequence[tuple[int, int]]) -> None:
+        import torch
+
+        for group in _evenly_spaced(places):
+            (first, nbytes), last = group[0], group[-1][0]
+            words = self.tensor(first, last + nbytes - first).view(torch.int64)
+            step = (group[1][0] - first) // 8 if len(group) > 1 else 0
+            torch.as_strided(words, (len(group), nbytes // 8), (step, 1)).zero_()
+
+    def _is_mapped(self, address: int) -> bool:
+        attribute = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MAPPED
+        return bool(self._do("cuPointerGetAttribute", 0, attribute, address))
+
+    def _enter(self) -> None:
+        """See to it that the calling thread has a context. Which one it is does not matter to calls that name the
+        device, so that it is enough to look once."""
+        if not getattr(self._thread, "entered", False):
+            self._make_current()
+            self._thread.entered = True
+
+    def _make_current(self) -> None:
+        if int(self._do("cuCtxGetCurrent", 0)) != int(self._context):
+            self._do("cuCtxSetCurrent", 0, self._context)
+
+    def _do(self, call: str, nbytes: int, *arguments: Any) -> Any:
+        """Call the driver. Returns what it gives: nothing, a value, or several."""
+        code, *values = getattr(self._api, call)(*arguments)
+        results = self._api.CUresult
+        if code != results.CUDA_SUCCESS:
+            kind = OutOfMemoryError if code == results.CUDA_ERROR_OUT_OF_MEMORY else PageDriverError
+            name = getattr(code, "name", str(code))
+            raise kind(call, name, nbytes, self.device)
+        return values[0] if len(values) == 1 else values
+
+
+def _joined(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Places, as address and bytes, with neighbours made one."""
+    joined: list[tuple[int, int]] = []
+    for address, nbytes in sorted(places):
+        if joined and sum(joined[-1]) == address:
+            joined[-1] = (joined[-1][0], joined[-1][1] + nbytes)
+        else:
+            joined.append((address, nbytes))
+    return joined
+
+
+def _evenly_spaced(places: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Places in groups that one strided view covers: of one size, and equally far apart."""
+    groups: list[list[tuple[int, int]]] = []
+    for place in places:
+        group = groups[-1] if groups else []
+        fits = group and group[-1][1] == place[1]
+        if fits and (len(group) == 1 or place[0] - group[-1][0] == group[1][0] - group[0][0]):
+            group.append(place)
+        else:
+            groups.append([place])
+    return groups
+
+
+# DLPack, the exchange format of tensors (dlpack.h, version 0). It names the device, where other
+# interfaces ask the driver about the pointer, which fails while nothing is mapped there.
+_DL_CUDA = 2
+_DL_INT = 0
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+        # What follows is DLManagedTensor's.
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    ]
+
+
+# torch reads a description once more as its tensor goes, at a moment that Python is not told of. So it is kept, one
+# for each range that a tensor was ever asked for.
+_descriptions: dict[tuple[int, int, tuple[int, int]], _DLTensor] = {}
+
+
+def _capsule(address: int, nbytes: int, device: tuple[int, int]) -> Any:
+    """A capsule that `torch.from_dlpack` takes. It has no deleter, since the memory is not the tensor's."""
+    shape = (ctypes.c_int64 * 1)(nbytes)
+    strides = (ctypes.c_int64 * 1)(1)
+    description = _descriptions.setdefault(
+        (address, nbytes, device), _DLTensor(address, *device, 1, _DL_INT, 8, 1, shape, strides, 0, None, None)
+    )
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return new(ctypes.addressof(description), b"dltensor", None)
