@@ -44,8 +44,7 @@ class Life(RuleBasedStateMachine):
     def attach(self, chunks):
         chunks = [chunk for chunk in chunks if chunk not in self.marks]
         self.arena.attach(chunks)
-        self.prepared -= set(chunks)
-        self._write(chunks)
+        self._attached(chunks)
 
     @rule(chunks=CHUNKS, aside=st.booleans())
     def detach(self, chunks, aside):
@@ -62,10 +61,9 @@ class Life(RuleBasedStateMachine):
         try:
             self.arena.attach(chunks)
         except PageDriverError:
-            pass
+            self._drop_parts()
         else:
-            self.prepared -= set(chunks)
-            self._write(chunks)
+            self._attached(chunks)
         self.driver.mend()
 
     @rule(chunks=CHUNKS, number=st.integers(1, 12), aside=st.booleans())
@@ -119,6 +117,18 @@ class Life(RuleBasedStateMachine):
         assert self.arena.attached == set(self.marks)
         assert self.arena.reported_bytes() == self.arena.resident_bytes == len(self.marks) * self.arena.chunk_bytes
         assert all(holds(self.arena, chunk, mark) for chunk, mark in self.marks.items())
+
+    def _attached(self, chunks):
+        self.prepared -= set(chunks)
+        self._drop_parts()
+        self._write(chunks)
+
+    def _drop_parts(self):
+        """Of runs that cannot be cut, what was prepared beside `chunks` is prepared no more."""
+        if not self.driver.divisible:
+            prepared = set(self.arena._stock.prepared)
+            assert prepared <= self.prepared
+            self.prepared = prepared
 
     def _write(self, chunks):
         for chunk in chunks:

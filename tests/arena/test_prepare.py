@@ -21,7 +21,7 @@ def test_attach_only_maps_what_is_prepared(arena):
     assert arena.attached == frozenset()
     arena.driver.calls.clear()
     arena.attach([1, 2, 5])
-    assert set(arena.driver.calls) == {"map"}
+    assert set(arena.driver.calls) == {"map", "make_usable"}
     check(arena)
     assert all(holds(arena, chunk, 0) for chunk in (1, 2, 5))
 
@@ -30,7 +30,10 @@ def test_attach_only_maps_what_is_prepared(arena):
 def test_any_part_of_what_is_prepared_can_be_attached(arena, chunks):
     arena.prepare([1, 2, 3])
     arena.attach(chunks)
-    check(arena, prepared=len({1, 2, 3} - set(chunks)))
+    left = {1, 2, 3} - set(chunks)
+    if not arena.driver.divisible and left != {1, 2, 3}:
+        left = set()  # the run was not used, since it could not be cut
+    check(arena, prepared=len(left))
     for chunk in chunks:
         assert holds(arena, chunk, 0)
         fill(arena, chunk, chunk + 1)
@@ -42,7 +45,8 @@ def test_any_part_of_what_is_prepared_can_be_attached(arena, chunks):
 
 
 def test_prepare_and_detach_do_not_wait(arena):
-    arena.attach([0, 1])
+    arena.attach([0])
+    arena.attach([1])
     arena.driver.hold("create")
     arena.driver.hold("release")
     arena.prepare([2, 3])
@@ -92,7 +96,7 @@ def test_what_was_discarded_can_be_prepared_again_at_once(arena):
     arena.prepare([2, 3])
     arena.driver.go_on()
     arena.attach([1, 2])
-    check(arena, prepared=1)
+    check(arena, prepared=1 if arena.driver.divisible else 0)
 
 
 def test_preparing_twice_is_preparing_once(arena):
@@ -176,9 +180,10 @@ def test_memory_that_is_gone_when_its_turn_comes(arena, monkeypatch):
 def test_memory_on_its_way_back_counts(arena, monkeypatch, ahead):
     """A grow right after a shrink is not refused because the pages are not free yet."""
     budget = 4 * arena.chunk_bytes
-    used = lambda: sum(arena.driver.inner._at[handle][1] for handle in list(arena.driver.live))  # noqa: E731
+    used = lambda: sum(dict(arena.driver.inner._ledger._sizes).values())  # noqa: E731
     monkeypatch.setattr(arena.driver, "available_bytes", lambda: budget - used())
-    arena.attach(range(4))
+    arena.attach([3])
+    arena.attach([0, 1, 2])
     arena.driver.hold("release")
     arena.detach([0, 1, 2])
     timer = threading.Timer(0.05, arena.driver.go_on)
@@ -217,7 +222,8 @@ def test_close_takes_everything_along(faulty):
 @pytest.mark.parametrize("held", ["create", "release"])
 def test_close_waits_for_the_background(faulty, held):
     arena = make_arena(faulty)
-    arena.attach([0, 1, 2])
+    arena.attach([0, 2])
+    arena.attach([1])
     faulty.hold(held)
     arena.prepare([3, 4])
     arena.detach([1])
@@ -259,16 +265,15 @@ def test_closing_in_the_middle_of_a_job_waits_for_its_end(faulty, caplog):
     assert not caplog.text
 
 
-def test_handles_of_neighbours_are_common_if_they_can_be_cut(arena):
+def test_handles_of_neighbours_are_common(arena):
     arena.attach(range(CAPACITY))
-    divisible = arena.driver.divisible
-    assert arena.num_handles == SEGMENTS * (1 if divisible else CAPACITY)
+    assert arena.num_handles == SEGMENTS
     arena.detach([3])
     check(arena)
-    assert arena.num_handles == SEGMENTS * (2 if divisible else CAPACITY - 1)
+    assert arena.num_handles == SEGMENTS * 2
     arena.driver.calls.clear()
     arena.detach([0, 1, 2])
-    assert arena.driver.calls["unmap"] == SEGMENTS * (1 if divisible else 3)
+    assert arena.driver.calls["unmap"] == SEGMENTS
     assert arena.driver.calls["split"] == 0
     check(arena)
 
@@ -304,6 +309,8 @@ print("after", flush=True)
 def test_the_memory_of_a_detached_part_goes_back(driver):
     """Every second chunk of a run, whose pieces are not whole huge pages."""
     arena = make_arena(driver, strides=[192 << 10] * 3, chunk_blocks=1, capacity=64)
+    if driver.device != "host":
+        pytest.skip("the pages do not count as the process's")
     empty = resident_bytes()
     arena.attach(range(64))
     full = resident_bytes()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import field_validator
 from vllm.config.utils import config
-from vllm.v1.elastic_kv.page_driver import make_driver
+from vllm.v1.elastic_kv.page_driver import check_driver
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -112,7 +112,7 @@ class ElasticKVConfig:
         """
         cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
         # Refuse a device without a page driver now, not after the weights are loaded.
-        make_driver(self.driver, vllm_config.device_config.device_type)
+        check_driver(self.driver, vllm_config.device_config.device_type)
         refused = {
             "a KV connector (--kv-transfer-config), which may hold on to addresses whose pages come and go": (
                 vllm_config.kv_transfer_config is not None

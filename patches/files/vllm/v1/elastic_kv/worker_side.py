@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.elastic_kv.arena import KVArena
 from vllm.v1.elastic_kv.layout import segments_of
 from vllm.v1.elastic_kv.moves import check_runner, copy_blocks, repoint
-from vllm.v1.elastic_kv.page_driver import PageDriverError, make_driver, node_name
+from vllm.v1.elastic_kv.page_driver import PageDriver, PageDriverError, make_driver, node_name
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ def allocate(kv_cache_config: "KVCacheConfig", device: "torch.device") -> "torch
     assert layout is not None
     segments = segments_of(kv_cache_config.kv_cache_tensors, layout.capacity_blocks)
     arena = KVArena(
-        make_driver(layout.driver, device.type),
+        _driver(layout.driver, device),
         segments,
         layout.chunk_blocks,
         layout.capacity_chunks,
@@ -92,7 +92,7 @@ def allocate(kv_cache_config: "KVCacheConfig", device: "torch.device") -> "torch
 
 def probe(worker: Any, driver: str) -> ProbeReport:
     """What this rank's device offers to the page driver called `driver`."""
-    page_driver = make_driver(driver, worker.device.type)
+    page_driver = _driver(driver, worker.device)
     return ProbeReport(
         driver=page_driver.name,
         node=node_name() if page_driver.name == "host" else None,
@@ -192,6 +192,12 @@ def measure(worker: Any) -> RankState:
         unreleased_bytes=arena.unreleased_bytes,
         elapsed_ms=(time.perf_counter() - start) * 1000,
     )
+
+
+def _driver(name: str, device: "torch.device") -> PageDriver:
+    # The index of torch's device is the driver's own: both count what CUDA_VISIBLE_DEVICES leaves of the
+    # machine, as Ray sets it for each worker. Neither a rank nor NVML's index would do.
+    return make_driver(name, device.type, device.index or 0)
 
 
 def _report(worker: Any, call: Callable[[KVArena], None]) -> RankReport:
