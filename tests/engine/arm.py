@@ -123,6 +123,7 @@ def main(options: dict) -> dict:
         "vllm": vllm.__file__,
         "patched": importlib.util.find_spec("vllm.v1.elastic_kv") is not None,
         "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
+        "driver": core.elastic_kv.state()["driver"] if elastic else None,
         "async": core.batch_queue is not None,
         "steps": step,
         "steps_in_flight": in_flight,

@@ -80,6 +80,16 @@ def test_resized_with_steps_in_flight(arm, upstream):
     assert elastic["outputs"] == upstream["outputs"]
 
 
+def test_over_the_cuda_driver(arm, upstream):
+    """The CUDA page driver carries the whole run, over the stand-in for NVIDIA's library."""
+    path = str(SUPPORT / "cuda_stand_in")
+    environment = engine_environment() | {"PYTHONPATH": path, "STAND_IN_GRANULE": str(GRANULE)}
+    elastic = arm(environment, elastic=ELASTIC, resize=True)
+    assert elastic["driver"] == "cuda"
+    assert_resized(elastic)
+    assert elastic["outputs"] == upstream["outputs"]
+
+
 def test_model_runner_v2(arm, tmp_path_factory):
     """Its kernels are Triton's, which a CPU runs in the interpreter: a tiny model, and few requests."""
     model = str(tiny_llama(tmp_path_factory.mktemp("model") / "tiny"))

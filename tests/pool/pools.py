@@ -1,5 +1,7 @@
 """A block pool with an arena behind it, as an engine has, and no engine."""
 
+import sys
+
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -33,13 +35,16 @@ def make_pool(layout: ElasticKVLayout | None = None, **options) -> ElasticBlockP
 
 
 def make_arena(layout: ElasticKVLayout, driver=None, stride: int = PAGE, segments: int = 3) -> KVArena:
-    """An arena with the chunks attached that the pool begins with."""
+    """An arena with the chunks attached that the pool begins with. Where handles cannot be cut, each chunk has its own,
+    so that a test can say which call fails."""
     size = stride * layout.capacity_blocks
+    driver = driver or HostPageDriver()
     arena = KVArena(
-        driver or HostPageDriver(),
+        driver,
         [Segment(number * size, stride) for number in range(segments)],
         layout.chunk_blocks,
         layout.capacity_chunks,
+        run_chunks=sys.maxsize if driver.divisible else 1,
     )
     arena.attach(range(layout.start_blocks // layout.chunk_blocks))
     return arena

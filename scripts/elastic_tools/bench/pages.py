@@ -31,9 +31,9 @@ class CountingDriver(HostPageDriver):
         self.calls["create"] += 1
         return super().create(nbytes, address)
 
-    def map(self, address: int, handle: int) -> None:
+    def map(self, address: int, handle: int, usable: bool = True) -> None:
         self.calls["map"] += 1
-        super().map(address, handle)
+        super().map(address, handle, usable)
 
     def unmap(self, handle: int) -> None:
         self.calls["unmap"] += 1

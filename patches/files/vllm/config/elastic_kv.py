@@ -86,7 +86,21 @@ class ElasticKVConfig:
     """Which page driver maps the memory. `auto` takes the one for the device
     that the engine runs on: `host` for a CPU, `cuda` for an NVIDIA GPU."""
 
-    @field_validator("base", "start", "capacity", mode="before")
+    margin: int | str = 256 * 2**20
+    """GPU memory that is left free when the engine starts with what upstream
+    would have taken: for what is allocated later, and for cutting a run of
+    handles. The host driver has no use for it."""
+
+    run: int | str | None = None
+    """GPU memory of a run of chunks that share handles, at most. A cut needs up
+    to this much free memory. Without it, what the costs of the driver's calls
+    make best, but no more than `margin`."""
+
+    keep: int | str | None = None
+    """Released GPU memory to keep at hand for the next growth, at most. It is
+    given up when there is too little memory. Without it, none is kept."""
+
+    @field_validator("base", "start", "capacity", "margin", "run", "keep", mode="before")
     @classmethod
     def _to_bytes(cls, value: Any) -> int | None:
         return None if value is None else parse_size(value)

@@ -55,6 +55,7 @@ class KVArena:
         chunk_blocks: int,
         capacity_chunks: int,
         ranks_sharing: int = 1,
+        run_chunks: int = sys.maxsize,
     ) -> None:
         """Reserve the range; nothing is attached yet.
 
@@ -65,6 +66,7 @@ class KVArena:
             capacity_chunks: Chunks that the range has room for.
             ranks_sharing: Arenas that take their pages from the same memory, this one
                 among them; all of them attach at the same time.
+            run_chunks: Chunks that share handles, at most.
 
         Raises:
             ValueError: A chunk does not fill whole granules in every segment.
@@ -78,6 +80,7 @@ class KVArena:
         self.segments = tuple(segments)
         self.chunk_blocks = chunk_blocks
         self.capacity_chunks = capacity_chunks
+        self.run_chunks = run_chunks
         self.nbytes = sum(segment.stride for segment in segments) * chunk_blocks * capacity_chunks
         self.address = driver.reserve(self.nbytes)
         self._attached = RunTable(self._split)
@@ -157,7 +160,7 @@ class KVArena:
         self._stock.drop_failed()
         self._stock.retry()
         prepared = self._stock.prepared
-        runs = runs_of(chunk for chunk in chunks if chunk not in prepared)
+        runs = runs_of((chunk for chunk in chunks if chunk not in prepared), self.run_chunks)
         runs = runs[: max(0, self._max_loose_runs - self._loose_runs())]
         if runs:
             # Pages on their way back are there by the time that these are made.
@@ -191,7 +194,7 @@ class KVArena:
         if not self.driver.divisible:
             self._stock.give_back_parts(chunks)
         prepared = self._stock.prepared
-        missing = runs_of(chunk for chunk in chunks if chunk not in prepared)
+        missing = runs_of((chunk for chunk in chunks if chunk not in prepared), self.run_chunks)
         ready = self._stock.wait(chunk for chunk in chunks if chunk in prepared)
         self._check_memory(self._bytes(missing))
         with _Undo() as undo:

@@ -84,9 +84,7 @@ class CudaPageDriver(PageDriver):
         self._property.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         self._property.location.id = ordinal
         if shareable:
-            self._property.requestedHandleTypes = (
-                api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-            )
+            self._property.requestedHandleTypes = api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         self._access = api.CUmemAccessDesc()
         self._access.location = self._property.location
         self._access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE

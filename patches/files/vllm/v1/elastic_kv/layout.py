@@ -31,6 +31,15 @@ class ElasticKVLayout:
     capacity_blocks: int
     chunk_blocks: int
     driver: str
+    # Resident while the engine warms up and captures graphs; what is then left tells how many more there can be.
+    # None: as many as at the start.
+    first_blocks: int | None = None
+    # Blocks that share handles, at most; None: no limit, since handles can be cut.
+    run_blocks: int | None = None
+    # Released device memory that is kept at hand.
+    keep_bytes: int = 0
+    # What the rank's device had before the cache.
+    available_bytes: int = field(default=0, compare=False)
     # Ranks that take their pages from the same memory, this one among them.
     ranks_sharing: int = 1
     # The rank's memory, set where the worker allocates it; None in the engine core.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs: consecutive chunks whose pages are behind common handles."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -27,11 +28,11 @@ class Run:
         return range(self.first, self.end)
 
 
-def runs_of(chunks: Iterable[int]) -> list[Run]:
-    """Group chunks into the longest runs."""
+def runs_of(chunks: Iterable[int], longest: int = sys.maxsize) -> list[Run]:
+    """Group chunks into the longest runs, of no more than `longest` chunks."""
     runs: list[Run] = []
     for chunk in sorted(chunks):
-        if runs and runs[-1].end == chunk:
+        if runs and runs[-1].end == chunk and runs[-1].count < longest:
             runs[-1].count += 1
         else:
             runs.append(Run(chunk, 1))

@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv, round_down, round_up
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_configs
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_config_from_groups,
+    get_kv_cache_configs,
+    update_kv_cache_capacity,
+)
 from vllm.v1.elastic_kv import worker_side
+from vllm.v1.elastic_kv.call_costs import PUBLISHED, best_run_bytes
 from vllm.v1.elastic_kv.layout import ElasticKVLayout, chunk_blocks_of, segments_of
 from vllm.v1.elastic_kv.resizer import call
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
@@ -22,6 +27,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 logger = init_logger(__name__)
+
+_TYPICAL_RESIZE_BYTES = 1 << 30
 
 
 def make_elastic(
@@ -69,7 +76,7 @@ def make_elastic(
         config.policy,
     )
     elastic = []
-    for kv_cache_config, nbytes in zip(kv_cache_configs, block_bytes, strict=True):
+    for kv_cache_config, nbytes, probe in zip(kv_cache_configs, block_bytes, probes, strict=True):
         at_capacity = get_kv_cache_config_from_groups(
             vllm_config, kv_cache_config.kv_cache_groups, nbytes * layout.capacity_blocks
         )
@@ -79,10 +86,75 @@ def make_elastic(
                 kv_cache_config,
                 num_blocks=layout.start_blocks,
                 kv_cache_tensors=at_capacity.kv_cache_tensors,
-                elastic_kv=replace(layout),
+                elastic_kv=replace(layout, available_bytes=probe["available_bytes"]),
             )
         )
     return elastic
+
+
+def commit_start(
+    vllm_config: "VllmConfig",
+    executor: "Executor",
+    kv_cache_configs: Sequence["KVCacheConfig"],
+    scheduler_kv_cache_config: "KVCacheConfig",
+) -> None:
+    """Attach the rest of what the engine starts with, now that the workers are warm.
+
+    Until here only the base is resident, where the driver is CUDA's. What warming up and
+    capturing graphs took is measured, not guessed, and `start` is lessened by it and by the
+    margin. A `start` that was asked for, or `--kv-cache-memory-bytes`, stays as it is.
+
+    Args:
+        vllm_config: The engine's configuration.
+        executor: Reaches the workers, which have their caches.
+        kv_cache_configs: One per rank, as `make_elastic` gave them.
+        scheduler_kv_cache_config: What the scheduler is made with. Its sizes are corrected.
+
+    Raises:
+        ValueError: Too little memory is left for the base, or for what was asked for.
+
+    """
+    layout, config = scheduler_kv_cache_config.elastic_kv, vllm_config.elastic_kv_config
+    assert layout is not None
+    assert config is not None
+    if layout.first_blocks is None or not layout.start_blocks > layout.first_blocks:
+        return
+    if vllm_config.cache_config.kv_cache_memory_bytes is None:
+        probes = call(executor, worker_side.probe, layout.driver).result()
+        blocks = min(
+            _start_after_warm_up(kv_cache_config, probe["available_bytes"], config.size("margin") or 0)
+            for kv_cache_config, probe in zip(kv_cache_configs, probes, strict=True)
+        )
+        if blocks < layout.base_blocks:
+            raise ValueError(
+                f"Too little memory is left after warming up for elastic_kv_config base ({layout.base_blocks} blocks) "
+                f"and margin ({config.size('margin')} bytes): room for {blocks} blocks."
+            )
+        layout.start_blocks = blocks
+    chunks = range(layout.first_blocks // layout.chunk_blocks, layout.start_blocks // layout.chunk_blocks)
+    reports = call(executor, worker_side.attach, chunks).result()
+    if failed := [f"rank {report['rank']}: {report['error']}" for report in reports if report["error"]]:
+        raise ValueError(f"The elastic KV cache cannot begin with {layout.start_blocks} blocks: {'; '.join(failed)}.")
+    scheduler_kv_cache_config.num_blocks = layout.start_blocks
+    vllm_config.cache_config.num_gpu_blocks = layout.start_blocks
+    update_kv_cache_capacity(vllm_config, scheduler_kv_cache_config)
+    logger.info("Elastic KV cache: %d blocks resident after warming up", layout.start_blocks)
+
+
+def _start_after_warm_up(kv_cache_config: "KVCacheConfig", available_bytes: int, margin: int) -> int:
+    """Blocks that a rank can start with, in whole chunks."""
+    layout = kv_cache_config.elastic_kv
+    assert layout is not None
+    assert layout.first_blocks is not None
+    nbytes = _bytes_per_capacity_block(kv_cache_config, layout)
+    resident = layout.first_blocks * nbytes
+    taken = max(0, layout.available_bytes - available_bytes - resident)
+    planned = layout.start_blocks * nbytes - taken - margin
+    return round_down(max(0, min(planned, available_bytes + resident - margin)) // nbytes, layout.chunk_blocks)
+
+
+def _bytes_per_capacity_block(kv_cache_config: "KVCacheConfig", layout: ElasticKVLayout) -> int:
+    return kv_cache_config.kv_cache_tensors[0].size // layout.capacity_blocks
 
 
 def _capacity_memory(
@@ -141,7 +213,7 @@ def _layout(
             f"elastic_kv_config base ({config.base} bytes, {base_blocks} blocks of {largest} bytes in chunks of "
             f"{chunk}) is more than the cache starts with ({start_blocks} blocks)."
         )
-    return ElasticKVLayout(
+    layout = ElasticKVLayout(
         base_blocks=base_blocks,
         start_blocks=start_blocks,
         capacity_blocks=rounded,
@@ -149,6 +221,18 @@ def _layout(
         driver=probes[0]["driver"],
         ranks_sharing=max(_ranks_sharing(probes)),
     )
+    if layout.driver == "cuda":
+        segments = len(segments_of(kv_cache_configs[0].kv_cache_tensors, kv_cache_configs[0].num_blocks))
+        layout.first_blocks = base_blocks
+        layout.run_blocks = max(round_down(_run_bytes(config, segments) // largest, chunk), chunk)
+        layout.keep_bytes = config.size("keep") or 0
+    return layout
+
+
+def _run_bytes(config: "ElasticKVConfig", segments: int) -> int:
+    """Bytes of a run of handles: as configured, or by the cost model. A cut needs as much from the margin."""
+    margin = config.size("margin") or 0
+    return config.size("run") or best_run_bytes(PUBLISHED, segments, _TYPICAL_RESIZE_BYTES, margin)
 
 
 def _chunk_blocks(

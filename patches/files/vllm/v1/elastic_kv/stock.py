@@ -127,9 +127,7 @@ class PageStock:
     def give_back_parts(self, chunks: Iterable[int]) -> None:
         """Give back the prepared runs of which `chunks` are only a part. For handles that cannot be cut."""
         chunks = set(chunks)
-        parts = [
-            run for run in self._prepared.touched(chunks) if not chunks.issuperset(run.chunks)
-        ]
+        parts = [run for run in self._prepared.touched(chunks) if not chunks.issuperset(run.chunks)]
         for run in parts:
             self._prepared.remove(run)
         self.give_back(parts)

@@ -3,6 +3,7 @@
 worker, and gets plain values back: what went wrong on a rank is part of its report.
 """
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -68,14 +69,16 @@ def allocate(kv_cache_config: "KVCacheConfig", device: "torch.device") -> "torch
     assert layout is not None
     segments = segments_of(kv_cache_config.kv_cache_tensors, layout.capacity_blocks)
     arena = KVArena(
-        _driver(layout.driver, device),
+        _driver(layout.driver, device, layout.keep_bytes),
         segments,
         layout.chunk_blocks,
         layout.capacity_chunks,
         layout.ranks_sharing,
+        sys.maxsize if layout.run_blocks is None else layout.run_blocks // layout.chunk_blocks,
     )
+    first = layout.start_blocks if layout.first_blocks is None else layout.first_blocks
     try:
-        arena.attach(range(layout.start_blocks // layout.chunk_blocks))
+        arena.attach(range(first // layout.chunk_blocks))
     except PageDriverError:
         arena.close()
         raise
@@ -194,10 +197,10 @@ def measure(worker: Any) -> RankState:
     )
 
 
-def _driver(name: str, device: "torch.device") -> PageDriver:
+def _driver(name: str, device: "torch.device", keep_bytes: int = 0) -> PageDriver:
     # The index of torch's device is the driver's own: both count what CUDA_VISIBLE_DEVICES leaves of the
     # machine, as Ray sets it for each worker. Neither a rank nor NVML's index would do.
-    return make_driver(name, device.type, device.index or 0)
+    return make_driver(name, device.type, device.index or 0, keep_bytes)
 
 
 def _report(worker: Any, call: Callable[[KVArena], None]) -> RankReport:

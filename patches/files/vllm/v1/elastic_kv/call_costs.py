@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a run of handles that cannot be cut should be.
+
+A long run is cheap to attach: the calls are counted once for it. A short one is
+cheap to leave in part: what stays of it is copied, half of it on average, and needs
+as much memory meanwhile.
+"""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CallCosts:
+    """What the driver's calls cost, in microseconds, whatever the size of the handle.
+
+    Attributes:
+        create, map, set_access, unmap, release: One call each.
+        copy_gib_per_s: What a copy within the device moves in a second, read and written.
+        source: Where the figures are from.
+
+    """
+
+    create: float
+    map: float
+    set_access: float
+    unmap: float
+    release: float
+    copy_gib_per_s: float
+    source: str
+
+    def attach_us(self, segments: int, runs: int) -> float:
+        """To attach consecutive chunks as so many runs. Access is allowed once for each segment."""
+        return segments * (runs * (self.create + self.map) + self.set_access)
+
+    def detach_us(self, segments: int, runs: int) -> float:
+        """To unmap whole runs. Release goes on in the background."""
+        return segments * runs * self.unmap
+
+
+# kvcached's own benchmark on an A100 for pages of 2 MiB; it releases no figure for release, which is taken as
+# unmap's. The copy is half of the card's 1,555 GB/s (data sheet, A100 40 GB), since it reads and writes.
+PUBLISHED = CallCosts(193.0, 1.5, 36.0, 26.0, 26.0, 724.0, "A100, kvcached's benchmark and NVIDIA's data sheet")
+
+
+def best_run_bytes(costs: CallCosts, segments: int, resize_bytes: int, most_bytes: int) -> int:
+    """Bytes over all segments that a run should have.
+
+    It makes `attach + detach + cut` of a resize least: a resize of R bytes in runs of r makes
+    R/r times the calls of a run, and cuts one run, of which half is copied. So r is the
+    square root of 2·R·(calls of a run)·(bytes copied in a second).
+
+    Args:
+        costs: Of the calls.
+        segments: Handles of a run.
+        resize_bytes: What a resize changes, typically.
+        most_bytes: What a run may have at most, since a cut needs up to that much free memory.
+
+    """
+    run_s = segments * (costs.create + costs.map + costs.unmap) / 1e6
+    best = math.isqrt(int(2 * resize_bytes * run_s * costs.copy_gib_per_s * 2**30))
+    return min(best, most_bytes)
