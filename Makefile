@@ -1,7 +1,7 @@
 # Every command of this repository. `make` alone lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo storm test lint format tree refresh check bench bench-resize lock clean
+.PHONY: help setup serve demo storm test lint format tree refresh check bench bench-resize bench-driver lock clean
 
 PY := .venv/bin/python
 export MODEL HOST PORT ELASTIC
@@ -44,6 +44,9 @@ bench: setup ## Run the benchmarks (ARGS='...' for scripts/bench)
 
 bench-resize: setup ## Measure what a resize costs while requests decode (ARGS=--quick for less)
 	@scripts/bench resize $(ARGS)
+
+bench-driver: setup ## Count and time a GPU driver's calls (without a GPU: times as published)
+	@scripts/bench driver $(ARGS)
 
 lock: setup ## Resolve configs/requirements and the pins into configs/locks (ARGS=--upgrade for newer versions)
 	@PYTHONPATH=scripts $(PY) -m elastic_tools.lock $(ARGS)

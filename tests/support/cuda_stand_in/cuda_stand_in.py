@@ -64,7 +64,7 @@ def left() -> tuple[int, int, int, int]:
 
 
 class StandInDriver(CudaPageDriver):
-    """As the driver is, but that the device's memory is the host's: tensors are CPU tensors, and zeroing has no stream."""
+    """As the driver is, but the device's memory is the host's: tensors are CPU tensors, and zeroing has no stream."""
 
     def __init__(self, ordinal: int = 0, keep_bytes: int = 0, shareable: bool = False) -> None:
         library()

@@ -241,7 +241,7 @@ class CudaPageDriver(PageDriver):
     def tensor(self, address: int, nbytes: int, on_free: Callable[[], None] | None = None) -> "torch.Tensor":
         import torch
 
-        tensor: torch.Tensor = torch.from_dlpack(_capsule(address, nbytes, self._dl_device))  # type: ignore[attr-defined]
+        tensor: torch.Tensor = torch.from_dlpack(_capsule(address, nbytes, self._dl_device))
         if on_free is not None:
             # torch keeps one Python object for a storage as long as any tensor has it.
             weakref.finalize(tensor.untyped_storage(), on_free).atexit = False

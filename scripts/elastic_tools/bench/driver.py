@@ -1,0 +1,155 @@
+"""``scripts/bench driver``: the driver calls of an attach, and what they cost, measured on a GPU or as published."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from vllm.v1.elastic_kv.call_costs import PUBLISHED, CallCosts, best_run_bytes
+from vllm.v1.elastic_kv.cuda_driver import CudaPageDriver
+
+from elastic_tools.bench.report import MIB, RESULTS
+
+PAGE = 2 * MIB  # the granule of NVIDIA's GPUs
+REPEATS = 21
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How often an attach, and the detach of the same, calls the driver. Zeroing is one kernel, or a few, beside it."""
+
+    create: int
+    map: int
+    set_access: int
+    unmap: int
+
+
+def calls_of(segments: int, runs: int) -> Calls:
+    """Of consecutive chunks over so many segments, in so many runs of handles."""
+    return Calls(segments * runs, segments * runs, segments, segments * runs)
+
+
+def measure(driver: CudaPageDriver, nbytes: int = 128 * MIB, repeats: int = REPEATS) -> CallCosts:
+    """The median cost of each call on the device, for handles of ``nbytes``."""
+    took: dict[str, list[float]] = {name: [] for name in ("create", "map", "set_access", "unmap", "release")}
+    space = driver.reserve(2 * nbytes)
+
+    def timed(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*arguments)
+        took[name].append((time.perf_counter() - start) * 1e6)
+        return result
+
+    for _ in range(repeats):
+        handle = timed("create", driver.create, nbytes)
+        timed("map", driver.map, space, handle, False)
+        driver.make_usable([handle])  # zeroes
+        timed("set_access", driver.make_usable, [handle])
+        driver.synchronize()
+        timed("unmap", driver.unmap, handle)
+        timed("release", driver.release, handle)
+    handles = [driver.create(nbytes) for _ in range(2)]
+    for number, handle in enumerate(handles):
+        driver.map(space + number * nbytes, handle)
+    source, target = (driver.tensor(space + number * nbytes, nbytes) for number in range(2))
+    copies = []
+    for _ in range(repeats):
+        driver.synchronize()
+        start = time.perf_counter()
+        target.copy_(source)
+        driver.synchronize()
+        copies.append(time.perf_counter() - start)
+    for handle in handles:
+        driver.unmap(handle)
+        driver.release(handle)
+    driver.unreserve(space, 2 * nbytes)
+    costs = {name: round(median(values), 1) for name, values in took.items()}
+    speed = round(nbytes / median(copies) / 2**30, 1)
+    return CallCosts(
+        **costs, copy_gib_per_s=speed, source=f"measured on {driver.device}, handles of {nbytes // MIB} MiB"
+    )
+
+
+def rows(costs: CallCosts, nbytes: int, segments: int, margin: int) -> list[dict[str, Any]]:
+    """One row for each way to lay ``nbytes`` out."""
+    run = best_run_bytes(costs, segments, nbytes, margin)
+    ways = {
+        "pages of 2 MiB": nbytes // (segments * PAGE),
+        f"runs of {run // MIB} MiB, as the cost model has them with a margin of {margin // MIB} MiB": -(-nbytes // run),
+        "one handle for each segment": 1,
+    }
+    made = []
+    for name, runs in ways.items():
+        calls = calls_of(segments, runs)
+        made.append(
+            {
+                "way": name,
+                "handles": calls.create,
+                **asdict(calls),
+                "attach_calls": calls.create + calls.map + calls.set_access,
+                "attach_ms": round(costs.attach_us(segments, runs) / 1e3, 1),
+                "of_which_in_the_background_ms": round(calls.create * costs.create / 1e3, 1),
+                "detach_ms": round(costs.detach_us(segments, runs) / 1e3, 1),
+            }
+        )
+    return made
+
+
+def table(made: list[dict[str, Any]]) -> str:
+    """The rows in Markdown."""
+    lines = [
+        "| layout | create | map | set access | calls of an attach | attach | of which create, ahead of it | unmap "
+        "| detach |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['way']} | {row['create']:,} | {row['map']:,} | {row['set_access']} | {row['attach_calls']:,} | "
+        f"{row['attach_ms']:.1f} ms | {row['of_which_in_the_background_ms']:.1f} ms | {row['unmap']:,} | "
+        f"{row['detach_ms']:.1f} ms |"
+        for row in made
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Measures or reads the costs, prints the table and writes it."""
+    parser = argparse.ArgumentParser(prog="scripts/bench driver", description=__doc__)
+    parser.add_argument("--mib", type=int, default=4096, help="what is attached (default %(default)s MiB)")
+    parser.add_argument("--segments", type=int, default=32, help="over so many (default %(default)s)")
+    parser.add_argument("--margin-mib", type=int, default=256, help="the longest run (default %(default)s MiB)")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="where to write (default docs/results)")
+    given = parser.parse_args(arguments)
+    if given.segments < 1 or given.margin_mib < 1 or given.mib < 2 * given.segments:
+        parser.error("at least a segment, a margin of 1 MiB and 2 MiB for each segment are needed")
+    try:
+        costs = measure(CudaPageDriver())
+    except ValueError as error:
+        print(f"bench: not measured, as published instead: {error}", file=sys.stderr)
+        costs = PUBLISHED
+    made = rows(costs, given.mib * MIB, given.segments, given.margin_mib * MIB)
+    print(table(made))
+    given.output.mkdir(parents=True, exist_ok=True)
+    text = (
+        f"# Driver calls to attach {given.mib:,} MiB over {given.segments} segments\n\n{table(made)}\n\n"
+        f"Costs of a call in microseconds: create {costs.create}, map {costs.map}, set access {costs.set_access}, "
+        f"unmap {costs.unmap}. They are from: {costs.source}.\n"
+    )
+    if costs is PUBLISHED:
+        text += (
+            "No GPU was there, so no time here was measured: each is a count times a published cost. The counts are\n"
+            "those that a test finds over the stand-in driver. The costs were published for handles of 2 MiB; that of\n"
+            "set access does not grow with the range, of the others that is not known. So the times of large handles\n"
+            "are the least that can be expected.\n"
+        )
+    text += "\nMade by `make bench-driver`.\n"
+    name = given.output / "driver-calls"
+    name.with_suffix(".md").write_text(text)
+    content = {"date": datetime.now(UTC).date().isoformat(), "costs": asdict(costs), "rows": made}
+    name.with_suffix(".json").write_text(json.dumps(content, indent=2) + "\n")
+    return 0

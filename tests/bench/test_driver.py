@@ -1,0 +1,70 @@
+"""The counts of the table are those that the stand-in driver counts."""
+
+import json
+
+import pytest
+from arena.arenas import make_arena
+from elastic_tools.bench import driver as bench
+from support.cuda_stand_in import cuda_stand_in as device
+from vllm.v1.elastic_kv.call_costs import PUBLISHED, best_run_bytes
+
+PAGE = 4096
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(("chunks", "run_chunks"), [(64, 1), (64, 16), (64, 64), (63, 16)])
+def test_counts(chunks, run_chunks):
+    """A page of the stand-in stands for one of 2 MiB: 64 chunks over 32 segments are 4 GiB. The range has room for one more, or all
+    segments would be one range."""
+    device.reset()
+    arena = make_arena(device.StandInDriver(), [PAGE] * 32, 1, 65, run_chunks=run_chunks)
+    device.reset()
+    arena.attach(range(chunks))
+    names = ("cuMemCreate", "cuMemMap", "cuMemSetAccess")
+    counted = [device.calls(name) for name in names]
+    arena.detach(range(chunks))
+    counted.append(device.calls("cuMemUnmap"))
+    calls = bench.calls_of(32, -(-chunks // run_chunks))
+    assert counted == [calls.create, calls.map, calls.set_access, calls.unmap]
+    arena.close()
+
+
+def test_4_gib_over_32_segments():
+    pages, runs, whole = bench.rows(PUBLISHED, 4 * GIB, 32, 256 << 20)
+    assert (pages["handles"], runs["handles"], whole["handles"]) == (2048, 16 * 32, 32)
+    assert (pages["attach_calls"], whole["attach_calls"]) == (4128, 96)
+    assert pages["attach_ms"] == pytest.approx((2048 * 194.5 + 32 * 36) / 1000, abs=0.1)
+    assert whole["attach_ms"] == pytest.approx((32 * 194.5 + 32 * 36) / 1000, abs=0.1)
+
+
+def test_the_best_run():
+    """It is the one for which calls and copies cost the same, and the least in all."""
+    best = best_run_bytes(PUBLISHED, 32, GIB, 1 << 60)
+
+    def cost(run: float) -> float:
+        calls = GIB / run * 32 * (PUBLISHED.create + PUBLISHED.map + PUBLISHED.unmap) / 1e6
+        return calls + run / 2 / (PUBLISHED.copy_gib_per_s * GIB)
+
+    assert cost(best) < min(cost(best * 1.1), cost(best / 1.1))
+    assert best_run_bytes(PUBLISHED, 32, GIB, 256 << 20) == 256 << 20
+
+
+def test_the_command_writes_what_it_prints(tmp_path, capsys, monkeypatch):
+    def none():
+        raise ValueError("no driver")
+
+    monkeypatch.setattr(bench, "CudaPageDriver", none)
+    assert bench.main(["--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert "as published" in printed.err
+    assert printed.out.strip() in (tmp_path / "driver-calls.md").read_text()
+    assert json.loads((tmp_path / "driver-calls.json").read_text())["costs"]["create"] == PUBLISHED.create
+
+
+def test_measuring_leaves_nothing():
+    device.reset()
+    before = device.left()
+    driver = device.StandInDriver()
+    costs = bench.measure(driver, nbytes=1 << 20, repeats=3)
+    assert min(costs.create, costs.map, costs.set_access, costs.unmap, costs.copy_gib_per_s) > 0
+    assert device.left() == before

@@ -1,0 +1,122 @@
+"""The CUDA page driver on a real GPU. Nothing here needs the engine."""
+
+import time
+
+import pytest
+import torch
+from vllm.v1.elastic_kv.arena import KVArena
+from vllm.v1.elastic_kv.layout import Segment
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU, or this torch has no CUDA"),
+]
+
+GIB = 1 << 30
+MIB = 1 << 20
+SEGMENTS = 32
+
+
+@pytest.fixture
+def driver():
+    from vllm.v1.elastic_kv.cuda_driver import CudaPageDriver
+
+    torch.cuda.init()
+    return CudaPageDriver(torch.cuda.current_device())
+
+
+def make(driver, gib: int) -> KVArena:
+    """Chunks of 2 MiB in each of 32 segments, with room for `gib` and one chunk more."""
+    chunks = gib * GIB // (SEGMENTS * driver.granule) + 1
+    segments = [Segment(number * driver.granule * chunks, driver.granule) for number in range(SEGMENTS)]
+    return KVArena(driver, segments, 1, chunks)
+
+
+def test_pages_are_zero_keep_their_data_and_are_reported(driver):
+    size = 4 * driver.granule
+    space = driver.reserve(2 * size)
+    for _ in range(3):
+        handle = driver.create(size)
+        driver.map(space, handle)
+        pages = driver.tensor(space, size)
+        assert pages.device.type == "cuda"
+        assert pages.data_ptr() == space
+        assert not pages.any()
+        pages.fill_(-1)
+        torch.cuda.synchronize()
+        driver.unmap(handle)
+        assert driver.reported_bytes(space, 2 * size) == 0
+        driver.map(space + size, handle)
+        assert (driver.tensor(space + size, size) == -1).all()
+        assert driver.reported_bytes(space, 2 * size) == size
+        driver.synchronize()
+        driver.unmap(handle)
+        driver.release(handle)
+    driver.unreserve(space, 2 * size)
+
+
+def test_memory_goes_back_to_the_device(driver):
+    before = driver.available_bytes()
+    arena = make(driver, 1)
+    arena.attach(range(16))
+    assert before - driver.available_bytes() >= 16 * arena.chunk_bytes
+    arena.close()
+    assert abs(driver.available_bytes() - before) < 64 * MIB
+
+
+def test_a_cut_keeps_what_stays(driver):
+    arena = make(driver, 1)
+    arena.attach(range(16))
+    whole = arena.tensor()
+    size = driver.granule
+    for chunk in range(16):
+        whole[chunk * size : (chunk + 1) * size] = chunk + 1
+    arena.detach([3, 8])
+    for chunk in set(range(16)) - {3, 8}:
+        assert (whole[chunk * size : (chunk + 1) * size] == chunk + 1).all()
+    assert arena.reported_bytes() == arena.resident_bytes
+    arena.close()
+
+
+def test_a_graph_captured_before_a_resize_is_replayed_after_it(driver):
+    arena = make(driver, 1)
+    arena.attach(range(4))
+    whole = arena.tensor()
+    size = driver.granule
+    first = torch.zeros(1, dtype=torch.int64, device="cuda")
+    index = torch.arange(1024, device="cuda")
+    result = torch.zeros(1024, dtype=torch.int8, device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        result.copy_(whole[first + index])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result.copy_(whole[first + index])
+    arena.attach([8])
+    whole[8 * size : 8 * size + 1024] = 5
+    first.fill_(8 * size)
+    graph.replay()
+    assert (result == 5).all()
+    first.fill_(0)
+    torch.cuda.synchronize()
+    arena.detach([8, 2])
+    graph.replay()
+    assert not result.any()
+    del graph
+    arena.close()
+
+
+@pytest.mark.parametrize("gib", [1, 4, 16])
+def test_attach_and_detach_timed(driver, gib, record_property):
+    if driver.available_bytes() < (gib + 1) * GIB:
+        pytest.skip(f"less than {gib + 1} GiB of GPU memory is free")
+    arena = make(driver, gib)
+    chunks = range(gib * GIB // arena.chunk_bytes)
+    for name, call in {"attach": arena.attach, "detach": arena.detach}.items():
+        start = time.perf_counter()
+        call(chunks)
+        record_property(f"{name}_{gib}_gib_ms", round((time.perf_counter() - start) * 1000, 1))
+    assert arena.settle(60)
+    assert arena.num_handles == 0
+    arena.close()
