@@ -102,14 +102,14 @@ def test_every_call_fails_once_and_nothing_is_left(call, code):
 
 def test_an_error_names_call_code_bytes_and_device(driver):
     device.fail("cuMemCreate", 1, INVALID)
-    with pytest.raises(PageDriverError, match="cuMemCreate of 8192 bytes on cuda:0 failed: CUDA_ERROR_INVALID_VALUE"):
+    with pytest.raises(PageDriverError, match=r"cuMemCreate of 8192 bytes on cuda:0 failed: CUDA_ERROR_INVALID_VALUE"):
         driver.create(2 * PAGE)
 
 
 def test_the_budget_of_the_device(driver):
     device.reset(nbytes=4 * PAGE)
     first = driver.create(3 * PAGE)
-    with pytest.raises(OutOfMemoryError, match="cuMemCreate of 8192 bytes on cuda:0 failed: CUDA_ERROR_OUT_OF_MEMORY"):
+    with pytest.raises(OutOfMemoryError, match=r"cuMemCreate of 8192 bytes on cuda:0 failed: CUDA_ERROR_OUT_OF_MEMORY"):
         driver.create(2 * PAGE)
     driver.release(first)
     driver.release(driver.create(4 * PAGE))

@@ -14,8 +14,10 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(("chunks", "run_chunks"), [(64, 1), (64, 16), (64, 64), (63, 16)])
 def test_counts(chunks, run_chunks):
-    """A page of the stand-in stands for one of 2 MiB: 64 chunks over 32 segments are 4 GiB. The range has room for one more, or all
-    segments would be one range."""
+    """A page of the stand-in stands for one of 2 MiB: 64 chunks over 32 segments are 4 GiB.
+
+    The range has room for one more, or all segments would be one range.
+    """
     device.reset()
     arena = make_arena(device.StandInDriver(), [PAGE] * 32, 1, 65, run_chunks=run_chunks)
     device.reset()

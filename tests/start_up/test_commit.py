@@ -82,7 +82,7 @@ def test_too_little_is_left_for_the_base():
 def test_a_rank_that_cannot_attach_is_named():
     executor = Executor([8 * GIB])
     executor.error = "cuMemCreate of 4 bytes on cuda:0 failed: CUDA_ERROR_OUT_OF_MEMORY"
-    with pytest.raises(ValueError, match="cannot begin with .* blocks: rank 0: cuMemCreate"):
+    with pytest.raises(ValueError, match=r"cannot begin with .* blocks: rank 0: cuMemCreate"):
         start(executor, {}, planned=GIB)
 
 
