@@ -346,6 +346,18 @@ void stand_in_reset(size_t bytes, size_t size) {
     pthread_mutex_unlock(&lock);
 }
 
+/* What an earlier test left behind: its memory and its addresses go. */
+void stand_in_forget(void) {
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < num_allocations; i++)
+        if (allocations[i].fd >= 0) close(allocations[i].fd);
+    for (int i = 0; i < num_reservations; i++)
+        munmap((void *)reservations[i].start, reservations[i].end - reservations[i].start);
+    num_allocations = num_reservations = num_mappings = 0;
+    memset(used, 0, sizeof used);
+    pthread_mutex_unlock(&lock);
+}
+
 /* Fail the `number`-th call from now with `code`. */
 void stand_in_fail(const char *name, int number, int code) {
     named(name)->fail_at = named(name)->calls + number, named(name)->code = code;

@@ -46,6 +46,11 @@ def reset(nbytes: int = 1 << 30, granule: int = 4096) -> None:
     library().stand_in_reset(nbytes, granule)
 
 
+def forget() -> None:
+    """Drop what earlier tests left behind, some of which leave an arena broken on purpose."""
+    library().stand_in_forget()
+
+
 def fail(call: str, number: int = 1, code: int = 1) -> None:
     """Fail the `number`-th `call` from now on. The code is CUDA_ERROR_INVALID_VALUE, or 2: out of memory."""
     library().stand_in_fail(call.encode(), number, code)

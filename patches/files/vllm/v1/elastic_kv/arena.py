@@ -215,7 +215,9 @@ class KVArena:
 
         Raises:
             ValueError: A chunk is out of range, named twice, or not attached.
-            PageDriverError: A call failed. What was done is undone.
+            OutOfMemoryError: There is too little memory to copy what stays of a run.
+            PageDriverError: A call failed. What was done is undone: all chunks are attached,
+                but those of `chunks` may read as zero.
             ArenaBrokenError: It could not be undone.
 
         """
