@@ -6,19 +6,23 @@ import torch
 from vllm.v1.elastic_kv.arena import KVArena
 from vllm.v1.elastic_kv.layout import Segment
 
-from .drivers import mappings
+from .drivers import in_host_memory, mappings
 
 PAGE = 4096
-STRIDES = (PAGE, PAGE // 2, 3 * PAGE // 2)  # bytes per block in each segment
 CHUNK_BLOCKS = 2
 CAPACITY = 8  # chunks
-SEGMENTS = len(STRIDES)
+SEGMENTS = 3
 SETTLE_S = 60.0  # far more than it takes
 
 
-def make_arena(driver, strides=STRIDES, chunk_blocks=CHUNK_BLOCKS, capacity=CAPACITY, **options) -> KVArena:
+def strides_of(driver) -> tuple[int, ...]:
+    """Bytes per block in each segment: a chunk fills whole granules, a block does not."""
+    return (driver.granule, driver.granule // 2, 3 * driver.granule // 2)
+
+
+def make_arena(driver, strides=None, chunk_blocks=CHUNK_BLOCKS, capacity=CAPACITY, **options) -> KVArena:
     segments, offset = [], 0
-    for stride in strides:
+    for stride in strides or strides_of(driver):
         segments.append(Segment(offset, stride))
         offset += stride * chunk_blocks * capacity
     return KVArena(driver, segments, chunk_blocks, capacity, **options)
@@ -54,7 +58,9 @@ def holds(arena: KVArena, chunk: int, value: int) -> bool:
 
 
 def spans(arena: KVArena) -> list[tuple[int, int, str]]:
-    """Which addresses of the range can be touched, whatever mappings they are made of."""
+    """Which addresses of the range can be touched, whatever mappings they are made of. Nothing where a GPU has them."""
+    if not in_host_memory(arena.driver):
+        return []
     merged: list[tuple[int, int, str]] = []
     for start, end, permissions in mappings(arena.address, arena.nbytes):
         start, end = max(start, arena.address), min(end, arena.address + arena.nbytes)

@@ -1,13 +1,29 @@
+import gc
+
 import pytest
+from support.cuda_stand_in import cuda_stand_in as device
 
 from .arenas import make_arena
-from .drivers import CONTRACT, FaultyDriver
+from .drivers import CONTRACT, FaultyDriver, chosen
 
 
-@pytest.fixture(params=sorted(CONTRACT))
+@pytest.fixture(params=chosen())
 def driver(request):
     """Every page driver in turn."""
     return CONTRACT[request.param]()
+
+
+@pytest.fixture
+def clean_device():
+    """A device of the stand-in's that has nothing before the test and has to have nothing after it."""
+    gc.collect()
+    gc.freeze()  # so that the many collections of a test look at its own objects alone
+    device.reset()
+    device.forget()
+    yield
+    gc.collect()
+    gc.unfreeze()
+    assert device.left() == (0, 0, 0, 0)
 
 
 @pytest.fixture

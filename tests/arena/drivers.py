@@ -1,10 +1,15 @@
 """Page drivers for tests, and what tests ask the system about memory."""
 
+import os
 import threading
 from collections import Counter
 from pathlib import Path
 
+import pytest
+import torch
+from _pytest.mark import ParameterSet
 from support.cuda_stand_in.cuda_stand_in import StandInDriver, reset
+from vllm.v1.elastic_kv.cuda_driver import CudaPageDriver
 from vllm.v1.elastic_kv.host_driver import HostPageDriver
 from vllm.v1.elastic_kv.page_driver import OutOfMemoryError, PageDriver, PageDriverError
 
@@ -24,8 +29,32 @@ def stand_in() -> StandInDriver:
     return StandInDriver()
 
 
+def real_cuda() -> PageDriver:
+    """The CUDA driver over NVIDIA's library, in a process that has not loaded the stand-in (see tests/gpu)."""
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU, or this torch has no CUDA")
+    if os.environ.get(ONLY_DRIVER) != "cuda":
+        pytest.skip("tests/gpu runs it, in a process in which the stand-in has not taken the library's place")
+    torch.cuda.init()
+    return CudaPageDriver(torch.cuda.current_device())
+
+
 # Every driver that has to keep the contract, by the name that a failing test shows.
-CONTRACT = {"host": HostPageDriver, "indivisible": Indivisible, "cuda over the stand-in": stand_in}
+CONTRACT = {"host": HostPageDriver, "indivisible": Indivisible, "cuda over the stand-in": stand_in, "cuda": real_cuda}
+ONLY_DRIVER = "ELASTIC_KV_TEST_DRIVER"  # names the only one of them to test
+WITHOUT_GPU = sorted(set(CONTRACT) - {"cuda"})
+
+
+def chosen() -> list[ParameterSet]:
+    """The names of the drivers to test."""
+    names = [os.environ[ONLY_DRIVER]] if ONLY_DRIVER in os.environ else sorted(CONTRACT)
+    return [pytest.param(name, marks=[pytest.mark.gpu] * (name == "cuda")) for name in names]
+
+
+def in_host_memory(driver: PageDriver) -> bool:
+    """Whether what the driver maps can be seen in the process's own mappings."""
+    inner = getattr(driver, "inner", driver)
+    return not isinstance(inner, CudaPageDriver) or isinstance(inner, StandInDriver)
 
 
 class LargeGranule(HostPageDriver):

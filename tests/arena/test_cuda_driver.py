@@ -1,4 +1,4 @@
-"""What is CUDA's own, over the stand-in: each driver call fails in turn, errors, threads, kept memory, counts."""
+"""What is CUDA's own, over the stand-in: errors, devices, threads and contexts, kept memory, counts of calls."""
 
 import gc
 import threading
@@ -6,97 +6,20 @@ import threading
 import pytest
 import torch
 from support.cuda_stand_in import cuda_stand_in as device
-from vllm.v1.elastic_kv.page_driver import OutOfMemoryError, PageDriverError, make_driver
+from vllm.v1.elastic_kv.page_driver import OutOfMemoryError, PageDriverError, check_driver, make_driver
 
 from .arenas import SETTLE_S, fill, holds, make_arena
 
 PAGE = 4096
-INVALID, OUT_OF_MEMORY = 1, 2
-CALLS = [
-    "cuCtxSetCurrent",
-    "cuCtxGetCurrent",
-    "cuCtxSynchronize",
-    "cuMemGetInfo",
-    "cuMemAddressReserve",
-    "cuMemAddressFree",
-    "cuMemCreate",
-    "cuMemRelease",
-    "cuMemMap",
-    "cuMemSetAccess",
-    "cuMemUnmap",
-]
+INVALID = 1
+NONE, FIRST, SECOND = -1, 0, 1  # devices whose context a thread has
 
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left():
-    gc.collect()
-    device.reset()
-    device.forget()
-    yield
-    gc.collect()
-    assert device.left() == (0, 0, 0, 0)
+pytestmark = pytest.mark.usefixtures("clean_device")
 
 
 @pytest.fixture
 def driver():
     return device.StandInDriver()
-
-
-def life() -> None:
-    """All that an arena does, with a cut, on a device of its own."""
-    arena = make_arena(device.StandInDriver())
-    try:
-        arena.attach([0])
-        fill(arena, 0, 1)
-        arena.prepare([1, 2, 3, 4])
-        arena.attach([1, 2, 3, 4])
-        for chunk in (1, 2, 3, 4):
-            assert holds(arena, chunk, 0)
-            fill(arena, chunk, chunk + 1)
-        arena.detach([2])
-        assert all(holds(arena, chunk, chunk + 1) for chunk in (0, 1, 3, 4))
-        arena.detach([0, 1])
-        assert all(holds(arena, chunk, chunk + 1) for chunk in (3, 4))
-        assert arena.reported_bytes() == arena.resident_bytes
-    finally:
-        try:
-            arena.close()
-        finally:
-            arena.close()  # tries again what could not be done, and what could not be given back
-            assert arena.settle(SETTLE_S)
-
-
-def outcome_of(function) -> PageDriverError | None:
-    """The failure, if there was one. An ArenaBrokenError is none of those: a second failure would be needed for it."""
-    try:
-        function()
-    except PageDriverError as error:
-        return error.with_traceback(None)
-    return None
-
-
-@pytest.mark.parametrize("code", [INVALID, OUT_OF_MEMORY], ids=["invalid", "out of memory"])
-@pytest.mark.parametrize("call", CALLS)
-def test_every_call_fails_once_and_nothing_is_left(call, code):
-    device.reset()
-    life()
-    made = device.calls(call)
-    assert made
-    failures = 0
-    for number in range(1, made + 1):
-        device.reset()
-        device.fail(call, number, code)
-        error = outcome_of(life)
-        if error is not None:
-            name = "CUDA_ERROR_OUT_OF_MEMORY" if code == OUT_OF_MEMORY else "CUDA_ERROR_INVALID_VALUE"
-            assert (error.call, error.code, error.device) == (call, name, "cuda:0")
-            assert isinstance(error, OutOfMemoryError) == (code == OUT_OF_MEMORY)
-            failures += 1
-        del error
-        gc.collect()
-        device.reset()
-        assert device.left() == (0, 0, 0, 0), f"{call} number {number}"
-    assert failures or call == "cuMemRelease"  # what cannot be released is tried again
 
 
 def test_an_error_names_call_code_bytes_and_device(driver):
@@ -112,6 +35,12 @@ def test_the_budget_of_the_device(driver):
         driver.create(2 * PAGE)
     driver.release(first)
     driver.release(driver.create(4 * PAGE))
+
+
+def test_no_device():
+    device.fail("cuInit", 1, 100)
+    with pytest.raises(ValueError, match=r"^The page driver 'cuda' needs an NVIDIA GPU, and the driver finds none\.$"):
+        device.StandInDriver()
 
 
 @pytest.mark.parametrize("ordinal", [-1, 2, 99])
@@ -132,12 +61,106 @@ def test_the_second_device_has_memory_of_its_own():
     second.unreserve(space, PAGE)
 
 
-def test_a_thread_without_a_context_gets_one(driver):
-    handles = []
-    thread = threading.Thread(target=lambda: handles.append(driver.create(PAGE)))
+def on_a_new_thread(function, context: int = NONE):
+    """What the function returns or raises on a thread that begins with a device's context, and must end with it."""
+    outcome: list = []
+
+    def run() -> None:
+        device.enter(context)
+        try:
+            outcome.append((function(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+        outcome.append(device.current())
+
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    driver.release(handles[0])
+    (result, error), left_with = outcome
+    if error is not None:
+        raise error
+    assert left_with == context or (context == NONE and left_with == FIRST)
+    return result
+
+
+@pytest.mark.parametrize("context", [NONE, FIRST, SECOND], ids=["no context", "its own", "another device's"])
+def test_calls_may_come_from_different_threads_one_at_a_time(context):
+    """As where a detach runs in the worker's background while the engine steps: no call lacks a context."""
+    driver = on_a_new_thread(device.StandInDriver, context)
+    arena = on_a_new_thread(lambda: make_arena(driver), context)
+    on_a_new_thread(lambda: arena.attach([0, 1, 2, 3]), context)
+    on_a_new_thread(lambda: arena.prepare([5, 6]), context)
+    on_a_new_thread(lambda: [fill(arena, chunk, chunk + 1) for chunk in range(4)], context)
+    device.submit()
+    on_a_new_thread(lambda: arena.detach([0, 2]), context)
+    on_a_new_thread(lambda: arena.attach([5, 2]), context)
+    assert on_a_new_thread(lambda: [holds(arena, chunk, chunk + 1) for chunk in (1, 3)], context) == [True, True]
+    assert holds(arena, 2, 0)
+    assert on_a_new_thread(arena.reported_bytes, context) == arena.resident_bytes == 4 * arena.chunk_bytes
+    on_a_new_thread(arena.close, context)
+    assert on_a_new_thread(lambda: arena.settle(SETTLE_S), context)
+
+
+def test_what_is_asked_of_a_context_is_asked_of_the_driver_s_own():
+    """A thread of another device: its memory is not told, its work is not waited for, and it has its context still."""
+    first, second = device.StandInDriver(FIRST), device.StandInDriver(SECOND)
+    handle, space = second.create(PAGE), second.reserve(PAGE)
+    second.map(space, handle)
+    device.submit(SECOND)
+    device.enter(FIRST)
+    first.synchronize()
+    assert second.available_bytes() == second.total_bytes() - PAGE
+    assert first.available_bytes() == first.total_bytes()
+    second.synchronize()
+    second.unmap(handle)
+    second.release(handle)
+    second.unreserve(space, PAGE)
+    assert device.current() == FIRST
+
+
+def test_a_context_goes_with_the_last_driver_and_so_does_what_it_kept():
+    driver = device.StandInDriver(keep_bytes=4 * PAGE)
+    driver.release(driver.create(2 * PAGE))
+    assert device.retained() == 1
+    assert device.left()[2:] == (1, 2 * PAGE)
+    device.enter(NONE)  # garbage is collected on any thread
+    del driver
+    gc.collect()
+    assert device.retained() == 0
+    assert device.current() == NONE
+
+
+@pytest.mark.parametrize("shareable", [False, True])
+def test_handles_can_be_exported_where_that_is_asked_for(shareable):
+    driver = device.StandInDriver(shareable=shareable)
+    driver.release(driver.create(PAGE))
+    assert device.library().stand_in_shareable() == shareable
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"), [(torch.OutOfMemoryError, OutOfMemoryError), (RuntimeError, PageDriverError)]
+)
+def test_a_failure_of_torch_s_is_a_page_driver_s(monkeypatch, raised, kind):
+    """Zeroing and copying are torch's. What they could not do is undone."""
+    arena = make_arena(device.StandInDriver())
+
+    def fails(*_):
+        raise raised("made to fail")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(arena.driver, "_zero", fails)
+        with pytest.raises(kind, match=rf"zero_ of \d+ bytes on cuda:0 failed: {raised.__name__} \(made to fail\)"):
+            arena.attach([0, 1])
+    assert arena.attached == frozenset()
+    arena.attach([0, 1])
+    fill(arena, 0, 5)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "copy_", fails)
+        with pytest.raises(kind, match=rf"copy_ of \d+ bytes on cuda:0 failed: {raised.__name__}"):
+            arena.detach([1])
+    assert arena.attached == {0, 1}
+    assert holds(arena, 0, 5)
+    arena.close()
 
 
 def test_new_pages_are_not_zero_until_they_are_usable(driver):
@@ -160,7 +183,7 @@ def test_an_unmap_that_comes_too_early_is_seen_and_the_arena_makes_none():
     """Work is in flight: without a wait, the stand-in answers as a GPU whose kernel has lost its page."""
     arena = make_arena(device.StandInDriver())
     arena.attach([0, 1, 2])
-    device.library().stand_in_submit()
+    device.submit()
     arena.detach([1])
     assert arena.attached == {0, 2}
     arena.close()
@@ -170,7 +193,7 @@ def test_without_the_wait_the_device_is_lost():
     driver = device.StandInDriver()
     handle, space = driver.create(PAGE), driver.reserve(PAGE)
     driver.map(space, handle)
-    device.library().stand_in_submit()
+    device.submit()
     with pytest.raises(PageDriverError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
         driver.unmap(handle)
     device.reset()
@@ -181,15 +204,19 @@ def test_without_the_wait_the_device_is_lost():
 
 @pytest.mark.parametrize("chunks", [1, 8, 64])
 @pytest.mark.parametrize("segments", [1, 4, 32])
-def test_calls_of_an_attach_do_not_depend_on_its_size(segments, chunks):
+@pytest.mark.parametrize("new_thread", [False, True])
+def test_calls_of_an_attach_do_not_depend_on_its_size(segments, chunks, new_thread):
     """At most three for each segment, and a constant."""
     arena = make_arena(device.StandInDriver(), strides=[PAGE] * segments, chunk_blocks=1, capacity=65)
     device.reset()
-    arena.attach(range(chunks))
-    counts = {call: device.calls(call) for call in CALLS if device.calls(call)}
+    if new_thread:
+        on_a_new_thread(lambda: arena.attach(range(chunks)))
+    else:
+        arena.attach(range(chunks))
+    counts = device.all_calls()
     each = dict.fromkeys(("cuMemCreate", "cuMemMap", "cuMemSetAccess"), segments)
     assert {call: counts.pop(call) for call in each} == each
-    assert sum(counts.values()) <= 4, counts
+    assert sum(counts.values()) <= 8, counts
     device.reset()
     arena.detach(range(chunks))
     assert device.calls("cuMemUnmap") == segments
@@ -281,10 +308,13 @@ except ValueError as error:
         assert message.startswith("The page driver 'cuda' needs NVIDIA's driver library, and there is none: ")
 
 
-def test_rocm_is_refused(monkeypatch):
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_rocm_is_refused(monkeypatch, name):
+    """Before anything is loaded: where the engine's configuration is made."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    with pytest.raises(ValueError, match="no page driver for ROCm"):
-        make_driver("auto", "cuda")
+    for function in (check_driver, make_driver):
+        with pytest.raises(ValueError, match=r"^The elastic KV cache has no page driver for ROCm: "):
+            function(name, "cuda")
 
 
 def test_the_arena_over_the_device_is_a_tensor_without_a_copy():

@@ -308,9 +308,9 @@ print("after", flush=True)
 
 def test_the_memory_of_a_detached_part_goes_back(driver):
     """Every second chunk of a run, whose pieces are not whole huge pages."""
-    arena = make_arena(driver, strides=[192 << 10] * 3, chunk_blocks=1, capacity=64)
     if driver.device != "host":
         pytest.skip("the pages do not count as the process's")
+    arena = make_arena(driver, strides=[192 << 10] * 3, chunk_blocks=1, capacity=64)
     empty = resident_bytes()
     arena.attach(range(64))
     full = resident_bytes()

@@ -2,8 +2,9 @@
  *
  * It is loaded under the name libcuda.so.1, and NVIDIA's bindings find every call through cuGetProcAddress_v2. A device
  * has a budget of memory. New memory is not zero: it is full of 0xFF, which is NaN in every floating-point format. Work
- * that was submitted and not waited for makes cuMemUnmap end as a kernel would that touches an unmapped page: with
- * CUDA_ERROR_ILLEGAL_ADDRESS, now and from then on.
+ * that was submitted to a device and not waited for makes cuMemUnmap of its memory end as a kernel would that touches an
+ * unmapped page: with CUDA_ERROR_ILLEGAL_ADDRESS, now and from then on. Each thread has a stack of contexts. Where the
+ * documentation does not say whether a call needs one, it does.
  *
  * Tests steer it through the functions called stand_in_*.
  */
@@ -20,6 +21,7 @@
 #define MOST 65536
 #define DEVICES 2
 #define CALLS 32
+#define DEPTH 8
 
 typedef struct {
     size_t size;
@@ -45,11 +47,12 @@ static Allocation allocations[MOST];
 static Range reservations[MOST], mappings[MOST];
 static int num_allocations, num_reservations, num_mappings;
 static size_t budget = (size_t)1 << 30, granule = 2 << 20, used[DEVICES];
-static int initialized, busy, broken, retained[DEVICES];
+static int initialized, busy[DEVICES], broken, retained[DEVICES], shareable;
 static struct CUctx_st {
     int device;
 } contexts[DEVICES] = {{0}, {1}};
-static __thread CUcontext current;
+static __thread CUcontext stack[DEPTH];
+static __thread int depth; /* the context on top is current */
 static Call calls[CALLS];
 
 /* The header gives some functions a version in their name: cuMemGetInfo is cuMemGetInfo_v2. */
@@ -61,6 +64,8 @@ static Call *named(const char *name) {
     abort();
 }
 
+static CUcontext current(void) { return depth ? stack[depth - 1] : NULL; }
+
 static CUresult enter(const char *name, int needs_context) {
     Call *call = named(name);
     pthread_mutex_lock(&lock);
@@ -71,7 +76,7 @@ static CUresult enter(const char *name, int needs_context) {
     }
     if (call->calls == call->fail_at) return call->code;
     if (!initialized && strcmp(name, "cuInit")) return CUDA_ERROR_NOT_INITIALIZED;
-    if (needs_context && !current) return CUDA_ERROR_INVALID_CONTEXT;
+    if (needs_context && !current()) return CUDA_ERROR_INVALID_CONTEXT;
     return broken ? CUDA_ERROR_ILLEGAL_ADDRESS : CUDA_SUCCESS;
 }
 
@@ -151,25 +156,41 @@ CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
 CUresult cuCtxSetCurrent(CUcontext context) {
     ENTER(0);
     if (context && !retained[context->device]) return leave(CUDA_ERROR_INVALID_CONTEXT);
-    current = context;
+    if (!depth) depth = 1;
+    stack[depth - 1] = context;
+    return leave(CUDA_SUCCESS);
+}
+
+CUresult cuCtxPushCurrent(CUcontext context) {
+    ENTER(0);
+    if (!context || !retained[context->device] || depth == DEPTH) return leave(CUDA_ERROR_INVALID_CONTEXT);
+    stack[depth++] = context;
+    return leave(CUDA_SUCCESS);
+}
+
+CUresult cuCtxPopCurrent(CUcontext *context) {
+    ENTER(0);
+    if (!depth) return leave(CUDA_ERROR_INVALID_CONTEXT);
+    depth--;
+    if (context) *context = stack[depth];
     return leave(CUDA_SUCCESS);
 }
 
 CUresult cuCtxGetCurrent(CUcontext *context) {
     ENTER(0);
-    *context = current;
+    *context = current();
     return leave(CUDA_SUCCESS);
 }
 
 CUresult cuCtxSynchronize(void) {
     ENTER(1);
-    busy = 0;
+    busy[current()->device] = 0;
     return leave(CUDA_SUCCESS);
 }
 
 CUresult cuMemGetInfo(size_t *available, size_t *total) {
     ENTER(1);
-    *available = budget - used[current->device];
+    *available = budget - used[current()->device];
     *total = budget;
     return leave(CUDA_SUCCESS);
 }
@@ -228,6 +249,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CU
     munmap(pages, size);
     allocations[num_allocations] = (Allocation){size, fd, device, 1, 0};
     used[device] += size;
+    shareable = property->requestedHandleTypes == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
     *handle = ++num_allocations;
     return leave(CUDA_SUCCESS);
 }
@@ -283,13 +305,13 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
     ENTER(1);
     Range *range = find(mappings, num_mappings, address, address + 1);
     if (!range || range->start != address || range->end != address + size) return leave(CUDA_ERROR_INVALID_VALUE);
-    if (busy) {
+    Allocation *allocation = &allocations[range->allocation];
+    if (busy[allocation->device]) {
         broken = 1;
         return leave(CUDA_ERROR_ILLEGAL_ADDRESS);
     }
     if (mmap((void *)address, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED)
         return leave(CUDA_ERROR_OUT_OF_MEMORY);
-    Allocation *allocation = &allocations[range->allocation];
     allocation->mappings--;
     *range = mappings[--num_mappings];
     drop_if_unused(allocation);
@@ -309,6 +331,7 @@ CUresult cuGetErrorName(CUresult error, const char **name) {
         case CUDA_SUCCESS: *name = "CUDA_SUCCESS"; break;
         case CUDA_ERROR_INVALID_VALUE: *name = "CUDA_ERROR_INVALID_VALUE"; break;
         case CUDA_ERROR_OUT_OF_MEMORY: *name = "CUDA_ERROR_OUT_OF_MEMORY"; break;
+        case CUDA_ERROR_NO_DEVICE: *name = "CUDA_ERROR_NO_DEVICE"; break;
         case CUDA_ERROR_NOT_INITIALIZED: *name = "CUDA_ERROR_NOT_INITIALIZED"; break;
         case CUDA_ERROR_INVALID_DEVICE: *name = "CUDA_ERROR_INVALID_DEVICE"; break;
         case CUDA_ERROR_INVALID_CONTEXT: *name = "CUDA_ERROR_INVALID_CONTEXT"; break;
@@ -322,7 +345,7 @@ CUresult cuGetErrorName(CUresult error, const char **name) {
 static Call calls[CALLS] = {
     CALL(cuInit), CALL(cuDriverGetVersion), CALL(cuDeviceGetCount), CALL(cuDeviceGet), CALL(cuDeviceGetAttribute),
     CALL(cuDevicePrimaryCtxRetain), CALL(cuDevicePrimaryCtxRelease), CALL(cuCtxSetCurrent), CALL(cuCtxGetCurrent),
-    CALL(cuCtxSynchronize), CALL(cuMemGetInfo), CALL(cuMemGetAllocationGranularity), CALL(cuMemAddressReserve),
+    CALL(cuCtxPushCurrent), CALL(cuCtxPopCurrent), CALL(cuCtxSynchronize), CALL(cuMemGetInfo), CALL(cuMemGetAllocationGranularity), CALL(cuMemAddressReserve),
     CALL(cuMemAddressFree), CALL(cuMemCreate), CALL(cuMemRelease), CALL(cuMemMap), CALL(cuMemSetAccess),
     CALL(cuMemUnmap), CALL(cuPointerGetAttribute), CALL(cuGetErrorName),
 };
@@ -341,7 +364,8 @@ CUresult cuGetProcAddress_v2(const char *name, void **function, int version, cuu
 /* A device of `bytes` in granules of `size`, and no faults. What is allocated stays. */
 void stand_in_reset(size_t bytes, size_t size) {
     pthread_mutex_lock(&lock);
-    budget = bytes, granule = size, busy = 0, broken = 0;
+    budget = bytes, granule = size, broken = 0;
+    memset(busy, 0, sizeof busy);
     for (Call *call = calls; call->name; call++) call->calls = call->fail_at = call->delay_at = 0;
     pthread_mutex_unlock(&lock);
 }
@@ -355,6 +379,7 @@ void stand_in_forget(void) {
         munmap((void *)reservations[i].start, reservations[i].end - reservations[i].start);
     num_allocations = num_reservations = num_mappings = 0;
     memset(used, 0, sizeof used);
+    memset(retained, 0, sizeof retained);
     pthread_mutex_unlock(&lock);
 }
 
@@ -370,8 +395,31 @@ void stand_in_delay(const char *name, int number, int milliseconds) {
 
 int stand_in_calls(const char *name) { return named(name)->calls; }
 
-/* The device works, until somebody waits for it. */
-void stand_in_submit(void) { busy = 1; }
+int stand_in_count(void) {
+    int count = 0;
+    while (calls[count].name) count++;
+    return count;
+}
+
+const char *stand_in_name(int number) { return calls[number].name; }
+
+/* A device works, until somebody waits for it. */
+void stand_in_submit(int device) { busy[device] = 1; }
+
+/* The calling thread has the context of a device and no other, or none. */
+void stand_in_enter(int device) {
+    depth = device >= 0;
+    stack[0] = device < 0 ? NULL : &contexts[device];
+}
+
+/* The device whose context the calling thread has, or -1. */
+int stand_in_current(void) { return current() ? current()->device : -1; }
+
+/* How often the primary context of a device is held. */
+int stand_in_retained(int device) { return retained[device]; }
+
+/* Whether the handle that was made last can be exported as a file descriptor. */
+int stand_in_shareable(void) { return shareable; }
 
 size_t stand_in_used(int device) { return used[device]; }
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from vllm.v1.elastic_kv import page_driver
 from vllm.v1.elastic_kv.cuda_driver import CudaPageDriver
+from vllm.v1.elastic_kv.dlpack import CPU
 
 SOURCE = Path(__file__).with_name("cuda.c")
-_DL_CPU = (1, 0)
 
 
 @cache
@@ -37,6 +37,7 @@ def library() -> ctypes.CDLL:
         part.rename(built)
     loaded = ctypes.CDLL(str(built))
     loaded.stand_in_used.restype = ctypes.c_size_t
+    loaded.stand_in_name.restype = ctypes.c_char_p
     loaded.stand_in_reset.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
     return loaded
 
@@ -61,6 +62,33 @@ def calls(call: str) -> int:
     return library().stand_in_calls(call.encode())
 
 
+def all_calls() -> dict[str, int]:
+    """How often each call was made since the last reset, of those that were."""
+    stand_in = library()
+    names = [stand_in.stand_in_name(number).decode() for number in range(stand_in.stand_in_count())]
+    return {name: count for name in names if (count := calls(name))}
+
+
+def submit(ordinal: int = 0) -> None:
+    """Let a device work until somebody waits for it."""
+    library().stand_in_submit(ordinal)
+
+
+def enter(ordinal: int) -> None:
+    """The calling thread has the context of a device and no other; none with -1."""
+    library().stand_in_enter(ordinal)
+
+
+def current() -> int:
+    """The device whose context the calling thread has, or -1."""
+    return library().stand_in_current()
+
+
+def retained(ordinal: int = 0) -> int:
+    """How often the context of a device is held."""
+    return library().stand_in_retained(ordinal)
+
+
 def left() -> tuple[int, int, int, int]:
     """What the device has: reservations, mappings, handles, bytes."""
     stand_in = library()
@@ -74,7 +102,7 @@ class StandInDriver(CudaPageDriver):
     def __init__(self, ordinal: int = 0, keep_bytes: int = 0, shareable: bool = False) -> None:
         library()
         super().__init__(ordinal, keep_bytes, shareable)
-        self._dl_device = _DL_CPU
+        self._dl_device = (CPU, 0)
 
     def _zero(self, places):
         self._fill(places)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .layout import Segment
-from .page_driver import PageDriver, PageDriverError
+from .page_driver import PageDriver, PageDriverError, torch_errors
 from .runs import Run, RunTable, runs_of
 from .stock import PageStock
 
@@ -363,8 +363,9 @@ class KVArena:
                     at += size
             self._make_usable(runs)
             target = self.driver.tensor(elsewhere, nbytes)
-            for source, part in zip(sources, target.split([len(source) for source in sources]), strict=True):
-                part.copy_(source)
+            with torch_errors("copy_", nbytes, self.driver.device):
+                for source, part in zip(sources, target.split([len(source) for source in sources]), strict=True):
+                    part.copy_(source)
             self.driver.synchronize()
             undo.do_now()
 

@@ -9,14 +9,15 @@ The bindings are imported when a driver is made, not with this module.
 Source: CUDA driver API, "Virtual Memory Management" (cuMemCreate and what goes with it).
 """
 
-import ctypes
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from .page_driver import Ledger, OutOfMemoryError, PageDriver, PageDriverError
+from .dlpack import CUDA, tensor_over
+from .page_driver import Ledger, OutOfMemoryError, PageDriver, PageDriverError, torch_errors
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +27,10 @@ class CudaPageDriver(PageDriver):
     """Memory of one GPU behind the rules of `PageDriver`.
 
     The device's primary context, which torch works in as well, is retained for the
-    life of the driver and made current on every thread that calls. Work that uses
-    pages may be on any stream: `synchronize` waits for the whole context.
+    life of the driver. A thread that calls and has no context gets it. What is asked of a
+    context rather than a device is asked of this one, whichever the thread has, and the thread
+    has its own again afterwards. Work that uses pages may be on any stream: `synchronize`
+    waits for the whole context.
 
     With `keep_bytes`, released memory up to that size stays at hand for a `create`
     of the same size. It counts as available, and goes back to the device as soon as a
@@ -64,18 +67,7 @@ class CudaPageDriver(PageDriver):
         self._unwritten: set[int] = set()  # handles whose pages are to be zeroed before they are used
         self._kept: dict[int, list[Any]] = defaultdict(list)  # bytes -> the driver's handles
         self._thread = threading.local()
-        try:
-            self._do("cuInit", 0, 0)
-        except RuntimeError as error:
-            if isinstance(error, PageDriverError):
-                raise
-            raise ValueError(
-                f"The page driver 'cuda' needs NVIDIA's driver library, and there is none: {error}"
-            ) from error
-        count = self._do("cuDeviceGetCount", 0)
-        if not 0 <= ordinal < count:
-            raise ValueError(f"The page driver 'cuda' finds {count} devices, so that there is no device {ordinal}.")
-        device = self._do("cuDeviceGet", 0, ordinal)
+        device = self._find(ordinal)
         attribute = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         if not self._do("cuDeviceGetAttribute", 0, attribute, device):
             raise ValueError(f"{self.device} has no virtual memory management, which the page driver 'cuda' needs.")
@@ -91,10 +83,10 @@ class CudaPageDriver(PageDriver):
         smallest = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         self._granule = int(self._do("cuMemGetAllocationGranularity", 0, self._property, smallest))
         self._ledger = Ledger(self._granule)
-        self._dl_device = (_DL_CUDA, ordinal)
+        self._dl_device = (CUDA, ordinal)
         self._context = self._do("cuDevicePrimaryCtxRetain", 0, device)
         # Not at exit: other threads and libraries may still compute then.
-        weakref.finalize(self, api.cuDevicePrimaryCtxRelease, device).atexit = False
+        weakref.finalize(self, _let_go, api, self._context, device, self._kept).atexit = False
 
     @property
     def granule(self) -> int:
@@ -108,7 +100,7 @@ class CudaPageDriver(PageDriver):
     def kept_bytes(self) -> int:
         """Released memory that is kept at hand."""
         with self._lock:
-            return sum(nbytes * len(handles) for nbytes, handles in self._kept.items())
+            return self._count_kept()
 
     def reserve(self, nbytes: int) -> int:
         self._ledger.check_size(nbytes)
@@ -145,10 +137,11 @@ class CudaPageDriver(PageDriver):
         self._ledger.check_release(handle)
         self._enter()
         native, nbytes = self._native[handle], self._sizes[handle]
-        if self.kept_bytes + nbytes <= self._keep_bytes:
-            with self._lock:
+        with self._lock:
+            keep = self._count_kept() + nbytes <= self._keep_bytes
+            if keep:
                 self._kept[nbytes].append(native)
-        else:
+        if not keep:
             self._do("cuMemRelease", nbytes, native)
         with self._lock:
             del self._native[handle], self._sizes[handle]
@@ -196,9 +189,12 @@ class CudaPageDriver(PageDriver):
         places = {handle: (self._ledger.place(handle), self._sizes[handle]) for handle in handles}
         for address, nbytes in _joined(places.values()):
             self._do("cuMemSetAccess", nbytes, address, nbytes, [self._access], 1)
-        new = [handle for handle in places if handle in self._unwritten]
+        with self._lock:
+            new = [handle for handle in places if handle in self._unwritten]
         if new:
-            self._zero(sorted(places[handle] for handle in new))
+            nbytes = sum(places[handle][1] for handle in new)
+            with self._in_context(), torch_errors("zero_", nbytes, self.device):
+                self._zero(sorted(places[handle] for handle in new))
             with self._lock:
                 self._unwritten.difference_update(new)
 
@@ -214,34 +210,32 @@ class CudaPageDriver(PageDriver):
 
     def synchronize(self) -> None:
         """Wait for all streams of the context. The caller has seen to it that none is being captured."""
-        self._make_current()
-        self._do("cuCtxSynchronize", 0)
+        with self._in_context():
+            self._do("cuCtxSynchronize", 0)
 
     def available_bytes(self) -> int:
-        self._make_current()
-        return int(self._do("cuMemGetInfo", 0)[0]) + self.kept_bytes
+        with self._in_context():
+            return int(self._do("cuMemGetInfo", 0)[0]) + self.kept_bytes
 
     def total_bytes(self) -> int:
-        self._make_current()
-        return int(self._do("cuMemGetInfo", 0)[1])
+        with self._in_context():
+            return int(self._do("cuMemGetInfo", 0)[1])
 
     def reported_bytes(self, address: int, nbytes: int) -> int:
         """Asks the driver about each mapping that there should be, and about each gap between them."""
-        self._enter()
         reported, at = 0, address
-        for start, end in self._ledger.pieces(address, address + nbytes):
-            if at < start and self._is_mapped(at):
+        with self._in_context():
+            for start, end in self._ledger.pieces(address, address + nbytes):
+                if at < start and self._is_mapped(at):
+                    reported += self._granule
+                reported += (end - start) * self._is_mapped(start)
+                at = end
+            if at < address + nbytes and self._is_mapped(at):
                 reported += self._granule
-            reported += (end - start) * self._is_mapped(start)
-            at = end
-        if at < address + nbytes and self._is_mapped(at):
-            reported += self._granule
         return reported
 
     def tensor(self, address: int, nbytes: int, on_free: Callable[[], None] | None = None) -> "torch.Tensor":
-        import torch
-
-        tensor: torch.Tensor = torch.from_dlpack(_capsule(address, nbytes, self._dl_device))
+        tensor = tensor_over(address, nbytes, self._dl_device)
         if on_free is not None:
             # torch keeps one Python object for a storage as long as any tensor has it.
             weakref.finalize(tensor.untyped_storage(), on_free).atexit = False
@@ -273,16 +267,49 @@ class CudaPageDriver(PageDriver):
         attribute = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MAPPED
         return bool(self._do("cuPointerGetAttribute", 0, attribute, address))
 
+    def _count_kept(self) -> int:
+        """`kept_bytes`, for callers that hold the lock."""
+        return sum(nbytes * len(handles) for nbytes, handles in self._kept.items())
+
+    def _find(self, ordinal: int) -> Any:
+        """The driver's own name for a device."""
+        try:
+            self._do("cuInit", 0, 0)
+        except PageDriverError as error:
+            if error.code == "CUDA_ERROR_NO_DEVICE":
+                raise ValueError("The page driver 'cuda' needs an NVIDIA GPU, and the driver finds none.") from error
+            raise
+        except RuntimeError as error:  # the bindings' own, when they load the library
+            raise ValueError(
+                f"The page driver 'cuda' needs NVIDIA's driver library, and there is none: {error}"
+            ) from error
+        count = self._do("cuDeviceGetCount", 0)
+        if not 0 <= ordinal < count:
+            raise ValueError(f"The page driver 'cuda' finds {count} devices, so that there is no device {ordinal}.")
+        return self._do("cuDeviceGet", 0, ordinal)
+
     def _enter(self) -> None:
-        """See to it that the calling thread has a context. Which one it is does not matter to calls that name the
-        device, so that it is enough to look once."""
+        """See to it that the calling thread has a context.
+
+        Which one it is does not matter to calls that name the device or an address, so it is enough to look once,
+        and an attach makes no more calls for it.
+        """
         if not getattr(self._thread, "entered", False):
-            self._make_current()
+            if not int(self._do("cuCtxGetCurrent", 0)):
+                self._do("cuCtxSetCurrent", 0, self._context)
             self._thread.entered = True
 
-    def _make_current(self) -> None:
-        if int(self._do("cuCtxGetCurrent", 0)) != int(self._context):
-            self._do("cuCtxSetCurrent", 0, self._context)
+    @contextmanager
+    def _in_context(self) -> Iterator[None]:
+        """The calling thread works in the device's context, and is back in its own, or in none, afterwards."""
+        if int(self._do("cuCtxGetCurrent", 0)) == int(self._context):
+            yield
+            return
+        self._do("cuCtxPushCurrent", 0, self._context)
+        try:
+            yield
+        finally:
+            self._do("cuCtxPopCurrent", 0)
 
     def _do(self, call: str, nbytes: int, *arguments: Any) -> Any:
         """Call the driver. Returns what it gives: nothing, a value, or several."""
@@ -293,6 +320,16 @@ class CudaPageDriver(PageDriver):
             name = getattr(code, "name", str(code))
             raise kind(call, name, nbytes, self.device)
         return values[0] if len(values) == 1 else values
+
+
+def _let_go(api: Any, context: Any, device: Any, kept: dict[int, list[Any]]) -> None:
+    """Give back what a driver has when nobody uses it any more. Nobody is there to tell of a failure."""
+    api.cuCtxPushCurrent(context)
+    for handles in kept.values():
+        while handles:
+            api.cuMemRelease(handles.pop())
+    api.cuCtxPopCurrent()
+    api.cuDevicePrimaryCtxRelease(device)
 
 
 def _joined(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -317,44 +354,3 @@ def _evenly_spaced(places: Sequence[tuple[int, int]]) -> list[list[tuple[int, in
         else:
             groups.append([place])
     return groups
-
-
-# DLPack, the exchange format of tensors (dlpack.h, version 0). It names the device, where other
-# interfaces ask the driver about the pointer, which fails while nothing is mapped there.
-_DL_CUDA = 2
-_DL_INT = 0
-
-
-class _DLTensor(ctypes.Structure):
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-        # What follows is DLManagedTensor's.
-        ("manager_ctx", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-    ]
-
-
-# torch reads a description once more as its tensor goes, at a moment that Python is not told of. So it is kept, one
-# for each range that a tensor was ever asked for.
-_descriptions: dict[tuple[int, int, tuple[int, int]], _DLTensor] = {}
-
-
-def _capsule(address: int, nbytes: int, device: tuple[int, int]) -> Any:
-    """A capsule that `torch.from_dlpack` takes. It has no deleter, since the memory is not the tensor's."""
-    shape = (ctypes.c_int64 * 1)(nbytes)
-    strides = (ctypes.c_int64 * 1)(1)
-    description = _descriptions.setdefault(
-        (address, nbytes, device), _DLTensor(address, *device, 1, _DL_INT, 8, 1, shape, strides, 0, None, None)
-    )
-    new = ctypes.pythonapi.PyCapsule_New
-    new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-    return new(ctypes.addressof(description), b"dltensor", None)

@@ -5,7 +5,8 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -32,6 +33,20 @@ class OutOfMemoryError(PageDriverError):
     """There is no memory, or no address space, for the call. A later call may succeed."""
 
 
+@contextmanager
+def torch_errors(call: str, nbytes: int, device: str) -> Iterator[None]:
+    """What torch raises meanwhile, as the error of a page driver, with the name of torch's for a code."""
+    import torch
+
+    try:
+        yield
+    except PageDriverError:
+        raise
+    except RuntimeError as error:
+        kind = OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else PageDriverError
+        raise kind(call, type(error).__name__, nbytes, device, str(error)) from error
+
+
 class PageDriver(ABC):
     """Reserves address ranges and moves physical pages behind them; nothing else.
 
@@ -48,7 +63,7 @@ class PageDriver(ABC):
 
     Threads: `create` and `release` may be called from any thread, and run beside every other
     call, as long as no two calls are about the same handle at a time. All other calls come
-    from one thread.
+    one at a time, each from any thread.
     """
 
     name: ClassVar[str]
@@ -262,7 +277,7 @@ class Ledger:
 
 
 def check_driver(name: str, device_type: str) -> str:
-    """Which page driver `name` is on a device (`auto`: the one for `device_type`). Loads nothing.
+    """Which page driver `name` is on a device (`auto`: the one for `device_type`). Loads no driver.
 
     Raises:
         ValueError: There is none for that device.
@@ -275,6 +290,11 @@ def check_driver(name: str, device_type: str) -> str:
             f"The elastic KV cache has no page driver {name!r} for device type {device_type!r}; "
             "it has 'host' for 'cpu' and 'cuda' for 'cuda'."
         )
+    if device_type == "cuda":
+        import torch
+
+        if torch.version.hip is not None:  # torch and vLLM call AMD's GPUs 'cuda' as well
+            raise ValueError("The elastic KV cache has no page driver for ROCm: 'cuda' is for NVIDIA's driver.")
     return name
 
 
@@ -295,10 +315,6 @@ def make_driver(name: str, device_type: str, ordinal: int = 0, keep_bytes: int =
         from .host_driver import HostPageDriver
 
         return HostPageDriver()
-    import torch
-
-    if torch.version.hip is not None:
-        raise ValueError("The elastic KV cache has no page driver for ROCm: its driver is NVIDIA's.")
     from .cuda_driver import CudaPageDriver
 
     return CudaPageDriver(ordinal, keep_bytes)
