@@ -4,10 +4,10 @@ import pytest
 from support.cuda_stand_in import cuda_stand_in as device
 
 from .arenas import make_arena
-from .drivers import CONTRACT, FaultyDriver, chosen
+from .drivers import CONTRACT, FaultyDriver, needs_stand_in
 
 
-@pytest.fixture(params=chosen())
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.gpu] * (name == "cuda")) for name in sorted(CONTRACT)])
 def driver(request):
     """Every page driver in turn."""
     return CONTRACT[request.param]()
@@ -16,6 +16,7 @@ def driver(request):
 @pytest.fixture
 def clean_device():
     """A device of the stand-in's that has nothing before the test and has to have nothing after it."""
+    needs_stand_in()
     gc.collect()
     gc.freeze()  # so that the many collections of a test look at its own objects alone
     device.reset()

@@ -1,13 +1,11 @@
 """Page drivers for tests, and what tests ask the system about memory."""
 
-import os
 import threading
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from support.cuda_stand_in.cuda_stand_in import StandInDriver, reset
 from vllm.v1.elastic_kv.cuda_driver import CudaPageDriver
 from vllm.v1.elastic_kv.host_driver import HostPageDriver
@@ -23,32 +21,30 @@ class Indivisible(HostPageDriver):
         raise ValueError("handles of this driver cannot be cut")
 
 
+def needs_stand_in() -> None:
+    """Skip the test where NVIDIA's library is loaded already: a process has one libcuda.so.1."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, whose library the stand-in cannot replace")
+
+
 def stand_in() -> StandInDriver:
     """The CUDA driver over a device that has pages of the host's size, so that tests are quick."""
+    needs_stand_in()
     reset(granule=4096)
     return StandInDriver()
 
 
 def real_cuda() -> PageDriver:
-    """The CUDA driver over NVIDIA's library, in a process that has not loaded the stand-in (see tests/gpu)."""
+    """The CUDA driver over NVIDIA's library."""
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU, or this torch has no CUDA")
-    if os.environ.get(ONLY_DRIVER) != "cuda":
-        pytest.skip("tests/gpu runs it, in a process in which the stand-in has not taken the library's place")
     torch.cuda.init()
     return CudaPageDriver(torch.cuda.current_device())
 
 
 # Every driver that has to keep the contract, by the name that a failing test shows.
 CONTRACT = {"host": HostPageDriver, "indivisible": Indivisible, "cuda over the stand-in": stand_in, "cuda": real_cuda}
-ONLY_DRIVER = "ELASTIC_KV_TEST_DRIVER"  # names the only one of them to test
-WITHOUT_GPU = sorted(set(CONTRACT) - {"cuda"})
-
-
-def chosen() -> list[ParameterSet]:
-    """The names of the drivers to test."""
-    names = [os.environ[ONLY_DRIVER]] if ONLY_DRIVER in os.environ else sorted(CONTRACT)
-    return [pytest.param(name, marks=[pytest.mark.gpu] * (name == "cuda")) for name in names]
+AT_HAND = ["cuda" if torch.cuda.is_available() else "cuda over the stand-in", "host", "indivisible"]
 
 
 def in_host_memory(driver: PageDriver) -> bool:

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from support.cuda_stand_in import cuda_stand_in as device
+from vllm.v1.elastic_kv import cuda_driver, worker_side
 from vllm.v1.elastic_kv.page_driver import OutOfMemoryError, PageDriverError, check_driver, make_driver
 
 from .arenas import SETTLE_S, fill, holds, make_arena
@@ -59,6 +60,46 @@ def test_the_second_device_has_memory_of_its_own():
     second.unmap(handle)
     second.release(handle)
     second.unreserve(space, PAGE)
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"), [(None, [0, 1]), ("0,1", [0, 1]), ("1,0", [1, 0]), ("1", [1]), ("0", [0])], ids=str
+)
+def test_a_device_s_number_counts_what_is_visible(monkeypatch, visible, devices):
+    """As torch's index does. Ray gives each worker a CUDA_VISIBLE_DEVICES; the machine's numbers do not matter then."""
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(cuda_driver, "CudaPageDriver", device.StandInDriver)
+    for index, machine_s in enumerate(devices):
+        driver = worker_side._driver("cuda", torch.device("cuda", index))
+        assert driver.device == f"cuda:{index}"
+        handle = driver.create(PAGE)
+        assert [device.library().stand_in_used(number) for number in (0, 1)] == [
+            PAGE * (number == machine_s) for number in (0, 1)
+        ]
+        driver.release(handle)
+    with pytest.raises(ValueError, match=f"finds {len(devices)} devices, so that there is no device {len(devices)}"):
+        worker_side._driver("cuda", torch.device("cuda", len(devices)))
+
+
+def test_two_engines_on_one_device():
+    """Each has what the other leaves. One that finds too little changes nothing, and can have it later."""
+    first, second = (make_arena(device.StandInDriver()) for _ in range(2))
+    device.reset(nbytes=7 * first.chunk_bytes)
+    first.attach(range(4))
+    fill(first, 3, 3)
+    with pytest.raises(OutOfMemoryError, match=f"{3 * first.chunk_bytes} bytes are available"):
+        second.attach(range(4))
+    assert second.attached == frozenset()
+    second.attach(range(2))
+    first.detach([0, 1, 2])
+    assert first.settle(SETTLE_S)
+    second.attach(range(2, 6))
+    assert holds(first, 3, 3)
+    first.close()
+    second.close()
 
 
 def on_a_new_thread(function, context: int = NONE):

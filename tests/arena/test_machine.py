@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from vllm.v1.elastic_kv.page_driver import PageDriverError
 
 from .arenas import CAPACITY, SETTLE_S, check, detach, fill, holds, make_arena, picture
-from .drivers import CONTRACT, WITHOUT_GPU, FaultyDriver
+from .drivers import AT_HAND, CONTRACT, FaultyDriver
 
 CHUNKS = st.lists(st.integers(0, CAPACITY - 1), unique=True, max_size=CAPACITY)
 
@@ -14,7 +14,7 @@ CHUNKS = st.lists(st.integers(0, CAPACITY - 1), unique=True, max_size=CAPACITY)
 class Life(RuleBasedStateMachine):
     """Chunks are prepared, attached, written and detached, and calls fail."""
 
-    @initialize(driver=st.sampled_from(WITHOUT_GPU))
+    @initialize(driver=st.sampled_from(AT_HAND))
     def begin(self, driver):
         self.driver = FaultyDriver(CONTRACT[driver]())
         self.arena = make_arena(self.driver)

@@ -4,9 +4,10 @@ import json
 
 import pytest
 from arena.arenas import make_arena
+from arena.drivers import needs_stand_in
 from elastic_tools.bench import driver as bench
 from support.cuda_stand_in import cuda_stand_in as device
-from vllm.v1.elastic_kv.call_costs import PUBLISHED, best_run_bytes
+from vllm.v1.elastic_kv.call_costs import PUBLISHED, CallCosts, best_run_bytes
 
 PAGE = 4096
 GIB = 1 << 30
@@ -18,6 +19,7 @@ def test_counts(chunks, run_chunks):
 
     The range has room for one more, or all segments would be one range.
     """
+    needs_stand_in()
     device.reset()
     arena = make_arena(device.StandInDriver(), [PAGE] * 32, 1, 65, run_chunks=run_chunks)
     device.reset()
@@ -35,8 +37,24 @@ def test_4_gib_over_32_segments():
     pages, runs, whole = bench.rows(PUBLISHED, 4 * GIB, 32, 256 << 20)
     assert (pages["handles"], runs["handles"], whole["handles"]) == (2048, 16 * 32, 32)
     assert (pages["attach_calls"], whole["attach_calls"]) == (4128, 96)
-    assert pages["attach_ms"] == pytest.approx((2048 * 194.5 + 32 * 36) / 1000, abs=0.1)
-    assert whole["attach_ms"] == pytest.approx((32 * 194.5 + 32 * 36) / 1000, abs=0.1)
+    assert pages["attach_ms"] == pytest.approx((2048 * (193.32 + 1.45) + 32 * 35.99) / 1000, abs=0.1)
+    assert whole["attach_ms"] == pytest.approx((32 * (193.32 + 1.45) + 32 * 35.99) / 1000, abs=0.1)
+    by_the_byte = [row["attach_ms_if_create_costs_by_the_byte"] for row in (pages, whole)]
+    assert by_the_byte[0] == pages["attach_ms"]
+    assert by_the_byte[1] == pytest.approx((2048 * 193.32 + 32 * (1.45 + 35.99)) / 1000, abs=0.1)
+
+
+def test_at_most_three_calls_for_each_segment():
+    assert bench.rows(PUBLISHED, 4 * GIB, 32, 256 << 20)[-1]["attach_calls"] == 3 * 32
+
+
+def test_what_is_assumed_is_marked():
+    lines = dict(line.strip("| ").split(" | ", 1) for line in bench.figures(PUBLISHED).splitlines()[2:])
+    assert {name for name, rest in lines.items() if "**assumed**" in rest} == {"release", "copy"}
+    assert all("published | kvcached, benchmarks/bench_vmm" in lines[name] for name in ("create", "map", "set_access"))
+    measured = CallCosts(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, "measured on cuda:0")
+    assert bench.figures(measured).count("| measured | measured on cuda:0 |") == 6
+    assert "No GPU was there" not in bench.report(measured, bench.rows(measured, GIB, 32, 256 << 20), 1024, 32)
 
 
 def test_the_best_run():
@@ -59,11 +77,14 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys, monkeypatch):
     assert bench.main(["--output", str(tmp_path)]) == 0
     printed = capsys.readouterr()
     assert "as published" in printed.err
-    assert printed.out.strip() in (tmp_path / "driver-calls.md").read_text()
+    text = (tmp_path / "driver-calls.md").read_text()
+    assert printed.out.strip() in text
+    assert "no time here was measured" in text
     assert json.loads((tmp_path / "driver-calls.json").read_text())["costs"]["create"] == PUBLISHED.create
 
 
 def test_measuring_leaves_nothing():
+    needs_stand_in()
     device.reset()
     before = device.left()
     driver = device.StandInDriver()

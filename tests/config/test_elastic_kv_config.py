@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from pydantic import TypeAdapter, ValidationError
 from vllm.config.elastic_kv import ElasticKVConfig, parse_size
 
@@ -185,7 +186,7 @@ def engine_config(**changes):
             enable_elastic_ep=False,
             distributed_executor_backend="mp",
         ),
-        model_config=SimpleNamespace(enable_sleep_mode=False),
+        model_config=SimpleNamespace(enable_sleep_mode=False, enable_cumem_allocator=False),
         attention_config=SimpleNamespace(hisparse_config=None),
         kv_transfer_config=None,
     )
@@ -205,6 +206,7 @@ def engine_config(**changes):
         ({"kv_transfer_config": object()}, "--kv-transfer-config"),
         ({"cache_config__kv_offloading_size": 1.0}, "--kv-offloading-size"),
         ({"model_config__enable_sleep_mode": True}, "--enable-sleep-mode"),
+        ({"model_config__enable_cumem_allocator": True}, "--enable-cumem-allocator"),
         ({"cache_config__num_gpu_blocks_override": 100}, "--num-gpu-blocks-override"),
         ({"parallel_config__data_parallel_size": 2}, "--data-parallel-size 2"),
         ({"parallel_config__pipeline_parallel_size": 4}, "--pipeline-parallel-size 4"),
@@ -227,6 +229,20 @@ def test_a_device_without_a_page_driver_is_refused_before_anything_is_loaded(dri
     with pytest.raises(ValueError, match=f"no page driver .* for device type '{device}'") as failure:
         ElasticKVConfig(driver=driver).verify_and_update(engine_config(device_config__device_type=device))
     assert one_sentence(str(failure.value))
+
+
+def test_an_amd_gpu_is_refused_before_anything_is_loaded(monkeypatch):
+    """torch and vLLM call it 'cuda'."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(ValueError, match="no page driver for ROCm") as failure:
+        ElasticKVConfig().verify_and_update(engine_config(device_config__device_type="cuda"))
+    assert one_sentence(str(failure.value))
+
+
+def test_an_nvidia_gpu_is_served(monkeypatch):
+    """Also with what torch's allocator can be told, since the cache is not its own."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    ElasticKVConfig().verify_and_update(engine_config(device_config__device_type="cuda"))
 
 
 def test_the_names_exist_in_the_engine():

@@ -7,7 +7,6 @@ The last line of the output is JSON: the token ids of every request, which vLLM 
 the resizes went. Which vLLM that is, patched or not, is up to PYTHONPATH.
 """
 
-import ctypes
 import importlib.util
 import json
 import os
@@ -52,10 +51,11 @@ def poison() -> None:
 
     def detach(arena: KVArena, chunks: Iterable[int]) -> None:
         chunks = list(chunks)
+        whole = arena.tensor()
         for segment in arena.segments:
             size = segment.stride * arena.chunk_blocks
             for chunk in chunks:
-                ctypes.memset(arena.address + segment.offset + chunk * size, 0xFF, size)  # NaN in every float format
+                whole[segment.offset + chunk * size :][:size] = -1  # 0xFF bytes: NaN in every float format
         plain_detach(arena, chunks)
 
     plain_detach = KVArena.detach

@@ -15,6 +15,10 @@ pytestmark = pytest.mark.engine
 # In chunks of four blocks, so that blocks in use have to move, and with less room than the requests would like.
 ELASTIC = {"start": "64MiB", "capacity": "256MiB"}
 GRANULE = 4 * 48 << 10
+# The same for a tiny model, with 8 KiB for a block in each layer.
+TINY_LAYERS = 4
+TINY_ELASTIC = {"start": 45 * TINY_LAYERS * 8 << 10, "capacity": 182 * TINY_LAYERS * 8 << 10}
+TINY_GRANULE = 4 * 8 << 10
 
 
 @pytest.fixture(scope="session")
@@ -80,14 +84,22 @@ def test_resized_with_steps_in_flight(arm, upstream):
     assert elastic["outputs"] == upstream["outputs"]
 
 
-def test_over_the_cuda_driver(arm, upstream):
-    """The CUDA page driver carries the whole run, over the stand-in for NVIDIA's library."""
+def test_over_the_cuda_driver(arm, tmp_path_factory):
+    """The CUDA page driver carries the whole run, over the stand-in for NVIDIA's library.
+
+    A shrink copies what stays of a run of handles, which on a CPU takes most of the time with the cache of a real
+    model. So the model is a tiny one, whose cache has as many blocks, and chunks of as many.
+    """
+    model = str(tiny_llama(tmp_path_factory.mktemp("model") / "tiny", layers=TINY_LAYERS))
+    upstream = arm(upstream_environment(), model=model)
+    assert not upstream["patched"]
     path = str(SUPPORT / "cuda_stand_in")
-    environment = engine_environment() | {"PYTHONPATH": path, "STAND_IN_GRANULE": str(GRANULE)}
-    elastic = arm(environment, elastic=ELASTIC, resize=True)
+    environment = engine_environment() | {"PYTHONPATH": path, "STAND_IN_GRANULE": str(TINY_GRANULE)}
+    elastic = arm(environment, model=model, elastic=TINY_ELASTIC, resize=True)
     assert elastic["driver"] == "cuda"
     assert_resized(elastic)
     assert elastic["outputs"] == upstream["outputs"]
+    assert len(elastic["outputs"]) == 32
 
 
 def test_model_runner_v2(arm, tmp_path_factory):

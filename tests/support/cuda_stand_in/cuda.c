@@ -4,7 +4,8 @@
  * has a budget of memory. New memory is not zero: it is full of 0xFF, which is NaN in every floating-point format. Work
  * that was submitted to a device and not waited for makes cuMemUnmap of its memory end as a kernel would that touches an
  * unmapped page: with CUDA_ERROR_ILLEGAL_ADDRESS, now and from then on. Each thread has a stack of contexts. Where the
- * documentation does not say whether a call needs one, it does.
+ * documentation does not say whether a call needs one, it does. There are two devices, of which CUDA_VISIBLE_DEVICES
+ * leaves those that it names, in its order, as it is when cuInit is called.
  *
  * Tests steer it through the functions called stand_in_*.
  */
@@ -47,6 +48,7 @@ static Allocation allocations[MOST];
 static Range reservations[MOST], mappings[MOST];
 static int num_allocations, num_reservations, num_mappings;
 static size_t budget = (size_t)1 << 30, granule = 2 << 20, used[DEVICES];
+static int visible[DEVICES], num_visible; /* the driver's number of a device -> the machine's */
 static int initialized, busy[DEVICES], broken, retained[DEVICES], shareable;
 static struct CUctx_st {
     int device;
@@ -108,6 +110,12 @@ static void drop_if_unused(Allocation *allocation) {
 CUresult cuInit(unsigned flags) {
     ENTER(0);
     if (flags) return leave(CUDA_ERROR_INVALID_VALUE);
+    const char *named = getenv("CUDA_VISIBLE_DEVICES");
+    num_visible = 0;
+    for (int i = 0; !named && i < DEVICES; i++) visible[num_visible++] = i;
+    for (; named && *named >= '0' && *named < '0' + DEVICES && num_visible < DEVICES; named += named[1] ? 2 : 1)
+        visible[num_visible++] = *named - '0';
+    if (!num_visible) return leave(CUDA_ERROR_NO_DEVICE);
     initialized = 1;
     return leave(CUDA_SUCCESS);
 }
@@ -120,13 +128,13 @@ CUresult cuDriverGetVersion(int *version) {
 
 CUresult cuDeviceGetCount(int *count) {
     ENTER(0);
-    *count = DEVICES;
+    *count = num_visible;
     return leave(CUDA_SUCCESS);
 }
 
 CUresult cuDeviceGet(CUdevice *device, int ordinal) {
     ENTER(0);
-    if (ordinal < 0 || ordinal >= DEVICES) return leave(CUDA_ERROR_INVALID_DEVICE);
+    if (ordinal < 0 || ordinal >= num_visible) return leave(CUDA_ERROR_INVALID_DEVICE);
     *device = ordinal;
     return leave(CUDA_SUCCESS);
 }
@@ -184,20 +192,20 @@ CUresult cuCtxGetCurrent(CUcontext *context) {
 
 CUresult cuCtxSynchronize(void) {
     ENTER(1);
-    busy[current()->device] = 0;
+    busy[visible[current()->device]] = 0;
     return leave(CUDA_SUCCESS);
 }
 
 CUresult cuMemGetInfo(size_t *available, size_t *total) {
     ENTER(1);
-    *available = budget - used[current()->device];
+    *available = budget - used[visible[current()->device]];
     *total = budget;
     return leave(CUDA_SUCCESS);
 }
 
 static int valid(const CUmemAllocationProp *property) {
     return property->type == CU_MEM_ALLOCATION_TYPE_PINNED && property->location.type == CU_MEM_LOCATION_TYPE_DEVICE &&
-           property->location.id >= 0 && property->location.id < DEVICES;
+           property->location.id >= 0 && property->location.id < num_visible;
 }
 
 CUresult cuMemGetAllocationGranularity(size_t *size, const CUmemAllocationProp *property,
@@ -239,7 +247,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CU
                             unsigned long long flags) {
     ENTER(1);
     if (!size || size % granule || flags || !valid(property)) return leave(CUDA_ERROR_INVALID_VALUE);
-    int device = property->location.id;
+    int device = visible[property->location.id];
     if (size > budget - used[device] || num_allocations == MOST) return leave(CUDA_ERROR_OUT_OF_MEMORY);
     int fd = memfd_create("device memory", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, size)) return leave(CUDA_ERROR_OUT_OF_MEMORY);
@@ -291,7 +299,8 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t size, const CUmemAccessDesc 
     uintptr_t end = address + size;
     for (uintptr_t at = address; at < end;) { /* whole mappings, without a gap */
         Range *range = find(mappings, num_mappings, at, at + 1);
-        if (!range || range->start != at || range->end > end || allocations[range->allocation].device != access->location.id)
+        if (!range || range->start != at || range->end > end || access->location.id < 0 ||
+            access->location.id >= num_visible || allocations[range->allocation].device != visible[access->location.id])
             return leave(CUDA_ERROR_INVALID_VALUE);
         at = range->end;
     }
@@ -403,7 +412,7 @@ int stand_in_count(void) {
 
 const char *stand_in_name(int number) { return calls[number].name; }
 
-/* A device works, until somebody waits for it. */
+/* A device, by the machine's number, works until somebody waits for it. */
 void stand_in_submit(int device) { busy[device] = 1; }
 
 /* The calling thread has the context of a device and no other, or none. */
@@ -421,6 +430,7 @@ int stand_in_retained(int device) { return retained[device]; }
 /* Whether the handle that was made last can be exported as a file descriptor. */
 int stand_in_shareable(void) { return shareable; }
 
+/* Of a device by the machine's number. */
 size_t stand_in_used(int device) { return used[device]; }
 
 int stand_in_mappings(void) { return num_mappings; }

@@ -35,6 +35,7 @@ def library() -> ctypes.CDLL:
         options = ["-Wall", "-Wextra", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
         subprocess.run(["cc", *options, f"-I{include}", "-o", part, SOURCE, "-lpthread"], check=True)
         part.rename(built)
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # it is about the machine's own
     loaded = ctypes.CDLL(str(built))
     loaded.stand_in_used.restype = ctypes.c_size_t
     loaded.stand_in_name.restype = ctypes.c_char_p

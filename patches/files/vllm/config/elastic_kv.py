@@ -135,6 +135,9 @@ class ElasticKVConfig:
             "sleep mode (--enable-sleep-mode), which takes the cache away by its own allocator": (
                 vllm_config.model_config is not None and vllm_config.model_config.enable_sleep_mode
             ),
+            "--enable-cumem-allocator, whose pool is meant to hold the cache": (
+                vllm_config.model_config is not None and vllm_config.model_config.enable_cumem_allocator
+            ),
             "--num-gpu-blocks-override, which fixes the number of blocks; use start and capacity": (
                 cache.num_gpu_blocks_override is not None
             ),

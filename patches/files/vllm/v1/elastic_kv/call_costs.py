@@ -7,7 +7,8 @@ as much memory meanwhile.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class CallCosts:
     Attributes:
         create, map, set_access, unmap, release: One call each.
         copy_gib_per_s: What a copy within the device moves in a second, read and written.
-        source: Where the figures are from.
+        source: Where the figures are from, but for those that are
+        assumed: By name, and why the figure was taken although nobody measured it.
 
     """
 
@@ -28,6 +30,7 @@ class CallCosts:
     release: float
     copy_gib_per_s: float
     source: str
+    assumed: Mapping[str, str] = field(default_factory=dict)
 
     def attach_us(self, segments: int, runs: int) -> float:
         """To attach consecutive chunks as so many runs. Access is allowed once for each segment."""
@@ -38,9 +41,19 @@ class CallCosts:
         return segments * runs * self.unmap
 
 
-# kvcached's own benchmark on an A100 for pages of 2 MiB; it releases no figure for release, which is taken as
-# unmap's. The copy is half of the card's 1,555 GB/s (data sheet, A100 40 GB), since it reads and writes.
-PUBLISHED = CallCosts(193.0, 1.5, 36.0, 26.0, 26.0, 724.0, "A100, kvcached's benchmark and NVIDIA's data sheet")
+PUBLISHED = CallCosts(
+    create=193.32,
+    map=1.45,
+    set_access=35.99,
+    unmap=25.63,
+    release=25.63,
+    copy_gib_per_s=724.0,
+    source="kvcached, benchmarks/bench_vmm/README.md: averages on an A100, handles of 2 MiB, one thread",
+    assumed={
+        "release": "nothing is published; as unmap",
+        "copy_gib_per_s": "half of the 1,555 GB/s in the data sheet of the A100 40 GB, since a copy reads and writes",
+    },
+)
 
 
 def best_run_bytes(costs: CallCosts, segments: int, resize_bytes: int, most_bytes: int) -> int:

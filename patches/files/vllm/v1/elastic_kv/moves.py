@@ -2,6 +2,7 @@
 """Moving live blocks on one rank: their contents, and the block tables that name them."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,10 +33,12 @@ def copy_blocks(arena: "KVArena", sources: Sequence[int], destinations: Sequence
 
 
 def check_runner(model_runner: Any) -> None:
-    """Make sure that `repoint` knows where the model runner keeps its block tables.
+    """Make sure that `repoint` knows where the model runner keeps its block tables, and that nothing else depends
+    on how many blocks there are at the start.
 
     Raises:
         TypeError: It is not a runner that the elastic cache was made for.
+        ValueError: Its attention backend has tables of the size that the cache has at the start.
 
     """
     if _is_v2(model_runner):
@@ -52,6 +55,12 @@ def check_runner(model_runner: Any) -> None:
             f"The elastic KV cache does not know the block tables of {type(model_runner).__module__}."
             f"{type(model_runner).__qualname__}."
         )
+    for group in chain.from_iterable(model_runner.attn_groups):
+        if (backend := group.backend.get_name()) == "FLEX_ATTENTION":
+            raise ValueError(
+                f"The elastic KV cache does not work with the attention backend {backend}, whose tables have room for "
+                "the blocks of the start alone."
+            )
 
 
 def repoint(model_runner: Any, moved: dict[int, int], num_blocks: int) -> None:
