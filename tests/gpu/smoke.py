@@ -1,6 +1,6 @@
 """One engine that is resized between requests: the same tokens at every size, and the memory that it says.
 
-    python smoke.py '{"model": "...", "elastic": {...}}'
+    python smoke.py '{"model": "...", "elastic": {...}, "eager": false}'
 
 The last line of the output is JSON.
 """
@@ -25,6 +25,7 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
         dtype="float32",
         max_model_len=1024,
         max_num_seqs=1,  # one at a time, so that no sum is made in another order
+        enforce_eager=options["eager"],
         elastic_kv_config=options["elastic"],
     )
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)

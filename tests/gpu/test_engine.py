@@ -19,12 +19,8 @@ GPU = [
 STAND_IN = [pytest.mark.skipif(torch.cuda.is_available(), reason="this vLLM has a GPU, and takes it")]
 
 
-def run(model: Path, elastic: dict, environment: dict[str, str]) -> dict:
-    command = [
-        sys.executable,
-        Path(__file__).with_name("smoke.py"),
-        json.dumps({"model": str(model), "elastic": elastic}),
-    ]
+def run(environment: dict[str, str], **options) -> dict:
+    command = [sys.executable, Path(__file__).with_name("smoke.py"), json.dumps(options)]
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert finished.returncode == 0, finished.stderr[-6000:]
     return json.loads(finished.stdout.splitlines()[-1])
@@ -42,7 +38,8 @@ def test_the_same_tokens_at_every_size(tmp_path, elastic, where):
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     else:
         environment = engine_environment() | {"PYTHONPATH": str(SUPPORT / where), "STAND_IN_GRANULE": str(64 << 10)}
-    told = run(tiny_llama(tmp_path / "tiny", head_dim=64), elastic, environment)
+    model = str(tiny_llama(tmp_path / "tiny", head_dim=64))
+    told = run(environment, model=model, elastic=elastic, eager=where is not None)
     assert told["driver"] == "cuda"
     first, *others = told["rounds"]
     assert [one["outcome"] for one in others] == ["done"] * 3
