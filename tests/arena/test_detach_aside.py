@@ -12,8 +12,9 @@ from .arenas import SEGMENTS, SETTLE_S, check, detach, fill, holds, make_arena, 
 
 @pytest.fixture
 def begun(arena):
-    """Chunks 0 to 3, of which 1 and 2 are being detached and do not get on."""
-    arena.attach(range(4))
+    """Chunks 0 to 3, of which 1 and 2 are being detached and do not get on. They are a run of their own."""
+    for run in ([0], [1, 2], [3]):
+        arena.attach(run)
     for chunk in (0, 3):
         fill(arena, chunk, 9)
     arena.driver.hold("unmap")
@@ -30,6 +31,37 @@ def test_it_does_not_wait(begun):
     assert begun.end_detach()
     assert begun.attached == {0, 3}
     check(begun)
+
+
+def test_nobody_writes_meanwhile_to_what_is_copied(faulty):
+    """Where a handle cannot be cut, what stays of a run is copied before anything else can be done."""
+    arena = make_arena(faulty)
+    arena.attach(range(4))
+    for chunk in range(4):
+        fill(arena, chunk, 9)
+    threads = []
+    for call in ("unmap", "synchronize"):
+        real = getattr(faulty.inner, call)
+
+        def noting(*arguments, real=real):
+            threads.append(threading.current_thread() is threading.main_thread())
+            return real(*arguments)
+
+        setattr(faulty.inner, call, noting)
+    arena.begin_detach([1, 2])
+    if not faulty.divisible:
+        assert arena.end_detach()
+    assert arena.settle(SETTLE_S)
+    assert arena.end_detach()
+    assert set(threads) == {not faulty.divisible}
+    assert holds(arena, 0, 9)
+    assert holds(arena, 3, 9)
+    threads.clear()
+    arena.begin_detach([0, 3])
+    assert arena.settle(SETTLE_S)
+    assert arena.end_detach()
+    assert set(threads) == {False}
+    arena.close()
 
 
 def test_nothing_begun_has_ended(arena):
@@ -85,7 +117,8 @@ def test_a_failure_is_told_as_often_as_one_asks(arena):
 
 def test_what_cannot_be_undone_is_told(faulty):
     arena = make_arena(faulty)
-    arena.attach(range(4))
+    for run in ([0], [1, 2], [3]):
+        arena.attach(run)
     faulty.fail("unmap", number=SEGMENTS)
     faulty.fail("map")
     arena.begin_detach([1, 2])

@@ -43,9 +43,9 @@ class KVArena:
     block id of a detached chunk is in use.
 
     What is slow, creating pages and giving them back, a thread in the background does:
-    after `prepare`, and after every `detach`. `begin_detach` lets it do a whole detach. The
-    methods themselves are for one thread. Those that change what is attached, and those that
-    look at it, wait for a detach that was begun.
+    after `prepare`, and after every `detach`. `begin_detach` lets it do a whole detach that
+    touches nothing that stays. The methods themselves are for one thread. Those that change
+    what is attached, and those that look at it, wait for a detach that was begun.
     """
 
     def __init__(
@@ -226,13 +226,19 @@ class KVArena:
     def begin_detach(self, chunks: Iterable[int]) -> None:
         """Start to detach `chunks` in the background. `end_detach` tells how it went.
 
+        Where what stays of a run has to be copied, it is done at once: steps write to it, and none may run meanwhile.
+
         Raises:
             ValueError: A chunk is out of range, named twice, or not attached.
 
         """
         chunks = self._checked(chunks, attached=True)
-        self._detaching = Future()
-        self._stock.background.submit(partial(self._detach_aside, chunks, self._detaching))
+        ended: Future[None] = Future()
+        if self._cuts(chunks):
+            self._detach_aside(chunks, ended)
+        else:
+            self._stock.background.submit(partial(self._detach_aside, chunks, ended))
+        self._detaching = ended
 
     def end_detach(self) -> bool:
         """Whether the detach that was begun last has ended.
@@ -290,6 +296,12 @@ class KVArena:
             return
         if not wait([self._detaching], _CLOSE_S).done:
             raise ArenaBrokenError(f"chunks are still being detached on {self.driver.device} after {_CLOSE_S:.0f} s")
+
+    def _cuts(self, chunks: list[int]) -> bool:
+        """Whether `chunks` are a part of runs whose handles cannot be cut, so that the rest is copied."""
+        if self.driver.divisible:
+            return False
+        return sum(run.count for run in self._attached.touched(chunks)) > len(chunks)
 
     def _take(self, chunks: list[int]) -> None:
         """Detach chunks that are attached."""

@@ -61,9 +61,9 @@ class PageDriver(ABC):
 
     A call that breaks one of them raises ValueError and changes nothing; `Ledger` sees to that.
 
-    Threads: `create` and `release` may be called from any thread, and run beside every other
-    call, as long as no two calls are about the same handle at a time. All other calls come
-    one at a time, each from any thread.
+    Threads: every call may come from any thread. `create`, `release` and `synchronize` run beside
+    every other call, as long as no two calls are about the same handle at a time. All others come
+    one at a time.
     """
 
     name: ClassVar[str]
