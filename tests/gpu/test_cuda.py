@@ -107,6 +107,23 @@ def test_a_graph_captured_before_a_resize_is_replayed_after_it(driver):
     arena.close()
 
 
+def test_a_detach_in_the_background_beside_work(driver):
+    """Its calls come from another thread, and it waits for the work that was submitted before it."""
+    arena = make(driver, 1)
+    arena.attach(range(4))
+    arena.attach(range(4, 8))
+    whole, size = arena.tensor(), driver.granule
+    whole[4 * size : 8 * size].fill_(1)
+    arena.begin_detach(range(4, 8))
+    for value in range(100):
+        whole[:size].fill_(value)
+    assert arena.settle(60)
+    assert arena.end_detach()
+    assert (whole[:size] == 99).all()
+    assert arena.reported_bytes() == arena.resident_bytes == 4 * arena.chunk_bytes
+    arena.close()
+
+
 @pytest.mark.parametrize("gib", [1, 4, 16])
 def test_attach_and_detach_timed(driver, gib, record_property):
     if driver.available_bytes() < (gib + 1) * GIB:
