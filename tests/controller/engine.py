@@ -28,6 +28,7 @@ class Runner(SimpleNamespace):
         super().__init__(
             kv_cache_config=SimpleNamespace(elastic_kv=layout),
             requests={},
+            attn_groups=[],
             input_batch=SimpleNamespace(
                 num_reqs=2,
                 block_table=SimpleNamespace(block_tables=[SimpleNamespace(block_table=SimpleNamespace(np=table))]),

@@ -3,15 +3,16 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .layout import Segment
-from .page_driver import PageDriver, PageDriverError, torch_errors
+from .page_driver import PageDriver, torch_errors
 from .runs import Run, RunTable, runs_of
 from .stock import PageStock
+from .undo import ArenaBrokenError, Undo
 
 if TYPE_CHECKING:
     import torch
@@ -20,13 +21,6 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 5.0  # how long to wait for memory, or for mappings, that are just being given back
 _CLOSE_S = 60.0
-
-
-class ArenaBrokenError(RuntimeError):
-    """A call failed and what was done could not be undone: the arena no longer
-    knows which of the chunks have pages. Not a PageDriverError, since nothing
-    may go on from here.
-    """
 
 
 class KVArena:
@@ -197,7 +191,7 @@ class KVArena:
         missing = runs_of((chunk for chunk in chunks if chunk not in prepared), self.run_chunks)
         ready = self._stock.wait(chunk for chunk in chunks if chunk in prepared)
         self._check_memory(self._bytes(missing))
-        with _Undo() as undo:
+        with Undo() as undo:
             for run in ready:
                 self._map(run, undo)
             for run in missing:
@@ -308,14 +302,14 @@ class KVArena:
         self._stock.retry()
         self.driver.synchronize()
         leaving = frozenset(chunks)
-        with _Undo() as undo:
+        with Undo() as undo:
             for batch in self._batches(leaving):
                 self._detach(batch, leaving)
                 # A batch is more mappings than can wait at a time, or a run that is cut. What an earlier one held is
                 # gone by then, but nobody needs it: should a later one fail, it is to have pages, of whatever content.
                 undo.add(self.attach, [chunk for run in batch for chunk in run.chunks if chunk in leaving])
 
-    def _map(self, run: Run, undo: "_Undo") -> None:
+    def _map(self, run: Run, undo: Undo) -> None:
         for handle, (address, _) in zip(run.handles, self._places(run), strict=True):
             self.driver.map(address, handle, usable=False)
             undo.add(self.driver.unmap, handle)
@@ -340,7 +334,7 @@ class KVArena:
         self._check_memory(self._bytes(staying))
         if self._loose_runs() + len(runs) > self._max_loose_runs:
             self._stock.await_releases(_PATIENCE_S)
-        with _Undo() as undo:
+        with Undo() as undo:
             for part in staying:
                 self._stock.make(part)
                 undo.add(self._stock.give_back, [part])
@@ -363,7 +357,7 @@ class KVArena:
         if not runs:
             return
         buffer, nbytes = self.tensor(), self._bytes(runs)
-        with _Undo() as undo:
+        with Undo() as undo:
             at = elsewhere = self.driver.reserve(nbytes)
             undo.add(self.driver.unreserve, elsewhere, nbytes)
             sources = []
@@ -425,35 +419,3 @@ class KVArena:
             if (chunk in self._attached) != attached:
                 raise ValueError(f"chunk {chunk} is {'not' if attached else 'already'} attached")
         return chunks
-
-
-class _Undo:
-    """Runs what was added, last first, if the block it guards fails."""
-
-    def __init__(self) -> None:
-        self._steps: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-
-    def __enter__(self) -> "_Undo":
-        return self
-
-    def add(self, function: Callable[..., None], *arguments: Any) -> None:
-        self._steps.append((function, arguments))
-
-    def do_now(self) -> None:
-        """Run it although nothing failed. What is left where a step fails, is run as after any failure."""
-        while self._steps:
-            function, arguments = self._steps[-1]
-            function(*arguments)
-            self._steps.pop()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is None:
-            return
-        failures = []
-        for function, arguments in reversed(self._steps):
-            try:
-                function(*arguments)
-            except (PageDriverError, ValueError) as failure:  # go on, and undo as much as can be undone
-                failures.append(str(failure))
-        if failures:
-            raise ArenaBrokenError(f"{error}; and it could not be undone: {'; '.join(failures)}") from error
