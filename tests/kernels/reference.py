@@ -3,31 +3,29 @@
 import torch
 
 
-def attention(q, k, v, scale, window=0, soft_cap=0.0, sinks=None, slopes=None, live=None):
+def attention(q, k, v, scale, window=0, soft_cap=0.0, sinks=None, slopes=None, live=True):
     """One sequence. q: [tokens, heads, d], its last tokens; k, v: [positions, kv_heads, d]; live: bool [positions]."""
-    k, v = (x.float().repeat_interleave(q.shape[1] // x.shape[1], 1).nan_to_num() for x in (k, v))
+    k, v = (x.float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))  # [tokens, positions]
     s = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
     s = soft_cap * torch.tanh(s / soft_cap) if soft_cap else s
     s = s if slopes is None else s - slopes[:, None, None] * distance
-    seen = (distance >= 0) & (distance < (window or len(k))) & (True if live is None else live)
+    seen = (distance >= 0) & (distance < (window or len(k) + 1)) & live
     s = s.masked_fill(~seen, -torch.inf)
-    sink = (
-        torch.full((q.shape[1], len(q), 1), -torch.inf) if sinks is None else sinks[:, None, None].expand(-1, len(q), 1)
-    )
-    p = torch.softmax(torch.cat([s, sink.float()], 2), 2)[..., :-1].nan_to_num()
+    sink = torch.full([q.shape[1]], -torch.inf) if sinks is None else sinks.float()
+    p = torch.softmax(torch.cat([s, sink[:, None, None].expand(-1, len(q), 1)], 2), 2)[..., :-1].nan_to_num()
     return torch.einsum("hqk,khd->qhd", p, v)
 
 
 def quantise(x, largest, is_int):
-    """x: [..., d]. A scale for each row, and the values that come back."""
+    """x: [..., d]. A scale for each row, and the row in units of it."""
     scale = x.float().abs().amax(-1, keepdim=True) / largest
     steps = x.float() / torch.where(scale > 0, scale, 1)
     return scale, (steps.round() if is_int else steps)
 
 
 def quantise_int4(x):
-    """The values that come back from sixteen steps between the least and the largest of a row."""
+    """Step and minimum of each row of x, [..., d], and which of the sixteen steps each value is."""
     minimum = x.float().amin(-1, keepdim=True).half().float()
     step = ((x.float().amax(-1, keepdim=True) - minimum) / 15).half().float()
-    return minimum + step * ((x.float() - minimum) / torch.where(step > 0, step, 1)).round().clamp(0, 15)
+    return step, minimum, ((x.float() - minimum) / torch.where(step > 0, step, 1)).round().clamp(0, 15)

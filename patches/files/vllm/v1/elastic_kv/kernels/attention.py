@@ -8,7 +8,7 @@ Scores are kept in base 2, since exp2 is the one exponential that GPUs have.
 import triton
 import triton.language as tl
 
-from .residency import count_faults, is_resident
+from .residency import first_fault
 
 LOG2E = tl.constexpr(1.4426950408889634)
 TENSOR = tl.constexpr(1)
@@ -103,9 +103,9 @@ def attend(
 ):
     """Grid: (blocks of queries, kv_heads, SPLITS).
 
-    Table entries are read for the positions that the rows may see, and no others.
-    Before the first tile the program checks all of them. Where all are resident the loop has no guard
-    in it; otherwise it takes a second loop, which masks the positions of the others.
+    Table entries are read for the positions that the rows may see, and no others. The program checks them
+    all before it uses one, and goes over the runs of those that are resident: one run, where nothing is wrong.
+    So the inner loop has no guard in it.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     query_block = tl.program_id(0)
@@ -144,22 +144,6 @@ def attend(
     end = tl.minimum(begin + per_split, tile_high)
     row_ptr = table_ptr + seq.to(tl.int64) * table_stride
 
-    bad = 0
-    if GUARD:
-        first_entry = tl.maximum(low, begin * TILE) // BLOCK_SIZE
-        last_entry = tl.where(begin < end, tl.cdiv(tl.minimum(high, end * TILE), BLOCK_SIZE), 0)
-        bad = count_faults(row_ptr, first_entry, last_entry, resident_ptr, num_blocks, BLOCKS_PER_ENTRY, SCAN)
-        if faults_ptr is not None:
-            if (bad > 0) & (kv_head == 0):
-                # Each entry counts once: not where the split or the block of queries before this one has it.
-                if SPLITS > 1:
-                    seen = tl.where(split == 0, first_entry, tl.cdiv(begin * TILE, BLOCK_SIZE))
-                else:
-                    seen = tl.where(first_query == 0, first_entry, tl.cdiv(context + first_query, BLOCK_SIZE))
-                mine = tl.maximum(first_entry, seen)
-                bad_mine = count_faults(row_ptr, mine, last_entry, resident_ptr, num_blocks, BLOCKS_PER_ENTRY, SCAN)
-                tl.atomic_add(faults_ptr + seq, bad_mine)
-
     # [BLOCK_M, WIDTH]: a head, or in INT4 one half of it and then the other
     WIDTH: tl.constexpr = PADDED // 2 if FORMAT == INT4 else PADDED
     USED: tl.constexpr = HEAD_SIZE // 2 if FORMAT == INT4 else HEAD_SIZE
@@ -190,19 +174,30 @@ def attend(
 
     head_at = kv_head * stride_head
     scale_head_at = kv_head * scale_stride_head
-    for MASKED in tl.static_range(2 if GUARD else 1):
-        # One of the two loops has nothing to do.
-        for tile in range(tl.where((bad > 0) == (MASKED == 1), begin, end), end):
+    first = tl.maximum(low, begin * TILE) // BLOCK_SIZE
+    last = tl.where(begin < end, tl.cdiv(tl.minimum(high, end * TILE), BLOCK_SIZE), first)
+    # An entry counts where no split and no block of queries before this one has it.
+    if SPLITS > 1:
+        mine = tl.where(split == 0, first, tl.cdiv(begin * TILE, BLOCK_SIZE))
+    else:
+        mine = tl.where(first_query == 0, first, tl.cdiv(context + first_query, BLOCK_SIZE))
+    faults = 0
+    while first < last:
+        fault = last
+        if GUARD:
+            fault = first_fault(row_ptr, first, last, resident_ptr, num_blocks, BLOCKS_PER_ENTRY, SCAN)
+            faults += ((fault < last) & (fault >= mine)).to(tl.int32)
+        run_low = tl.maximum(tl.maximum(low, begin * TILE), first * BLOCK_SIZE)
+        run_high = tl.minimum(tl.minimum(high, end * TILE), fault * BLOCK_SIZE)
+        first = fault + 1
+        for tile in range(run_low // TILE, tl.cdiv(run_high, TILE)):
             pos = tile * TILE + tl.arange(0, TILE)
-            live = (pos < high) & (pos >= low)
+            # One comparison for both ends of the run.
+            live = (pos - run_low).to(tl.uint32) < (run_high - run_low).to(tl.uint32)
             if BLOCK_SIZE % TILE == 0:
                 ids = tl.load(row_ptr + tile * TILE // BLOCK_SIZE).to(tl.int64)
             else:
                 ids = tl.load(row_ptr + pos // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-            if MASKED == 1:
-                ok = is_resident(ids, ids == ids, resident_ptr, num_blocks, BLOCKS_PER_ENTRY)
-                live = live & ok
-                ids = tl.where(ok, ids, 0)
             slot = pos % BLOCK_SIZE
             at = (ids * stride_block + slot * stride_slot + head_at)[:, None] + dim[None, :]
             # What is not live may be unwritten or unmapped: it is not read, and counts as zero.
@@ -229,9 +224,11 @@ def attend(
                 s = _tanh(s / soft_cap) * (soft_cap * LOG2E)
             if slopes_ptr is not None:
                 s += slope[:, None] * (pos[None, :] - q_pos[:, None]).to(tl.float32)
-            visible = live[None, :] & (pos[None, :] <= q_pos[:, None])
-            if WINDOW > 0:
-                visible = visible & (q_pos[:, None] - pos[None, :] < WINDOW)
+            visible = live[None, :]
+            if not DECODE:  # the run has what the one query sees
+                visible = visible & (pos[None, :] <= q_pos[:, None])
+                if WINDOW > 0:
+                    visible = visible & (q_pos[:, None] - pos[None, :] < WINDOW)
             s = tl.where(visible, s, float("-inf"))
 
             m_new = tl.maximum(m, tl.max(s, 1))
@@ -253,6 +250,9 @@ def attend(
                     p *= v_scales[None, :]
                 acc += _dot(p.to(q.dtype), v.to(q.dtype))
 
+    if GUARD and faults_ptr is not None:
+        if (faults > 0) & (kv_head == 0):
+            tl.atomic_add(faults_ptr + seq, faults)
     if FORMAT == INT4:
         acc += acc_all[:, None]
         acc_high += acc_all[:, None]

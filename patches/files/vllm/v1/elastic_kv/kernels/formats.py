@@ -36,6 +36,21 @@ class CacheViews:
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
 
+    def scales(
+        self, tensor_scales: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What the kernels scale keys and values by: one number each where the format is TENSOR."""
+        if self.format is not Format.TENSOR:
+            return self.key_scales, self.value_scales
+        if tensor_scales is None:
+            raise ValueError("this cache has one scale for all keys and one for all values, and they are not given")
+        return tensor_scales
+
+    @property
+    def scale_strides(self) -> tuple[int, ...]:
+        """Of blocks, heads and positions; zero where no scales are in the cache."""
+        return (0, 0, 0) if self.key_scales is None else self.key_scales.stride()
+
 
 def row_bytes(format: Format, head_size: int, dtype: torch.dtype) -> int:
     """Bytes that a key or a value takes in the cache, with its scale."""

@@ -7,7 +7,7 @@ import torch
 import triton
 
 from .attention import attend, reduce_splits
-from .formats import CacheViews, Format
+from .formats import CacheViews
 
 SCAN = 128  # table entries that the guard looks up at a time
 MAX_SPLITS = 32
@@ -139,8 +139,7 @@ def paged_attention(
     if splits > 1:
         assert scratch is not None
         target, stats = scratch.parts, scratch.stats
-    k_scales, v_scales = tensor_scales if cache.format is Format.TENSOR else (cache.key_scales, cache.value_scales)
-    scale_strides = (0, 0, 0) if cache.key_scales is None else cache.key_scales.stride()
+    k_scales, v_scales = cache.scales(tensor_scales)
     query_blocks = seqs if decode else tokens // (tiles.rows // group) + seqs
     attend[(query_blocks, kv_heads, splits)](
         target,
@@ -167,7 +166,7 @@ def paged_attention(
         out.stride(0),
         out.stride(1),
         *cache.keys.stride()[:3],
-        *scale_strides,
+        *cache.scale_strides,
         FORMAT=int(cache.format),
         HEAD_SIZE=head_size,
         PADDED=padded,

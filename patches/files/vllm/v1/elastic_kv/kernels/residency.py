@@ -25,16 +25,18 @@ def is_resident(ids, wanted, resident_ptr, num_blocks, BLOCKS_PER_ENTRY: tl.cons
 
 
 @triton.jit
-def count_faults(row_ptr, first, last, resident_ptr, num_blocks, BLOCKS_PER_ENTRY: tl.constexpr, SCAN: tl.constexpr):
-    """How many of the table entries from `first` up to `last` must not be dereferenced.
+def first_fault(row_ptr, first, last, resident_ptr, num_blocks, BLOCKS_PER_ENTRY: tl.constexpr, SCAN: tl.constexpr):
+    """The first of the table entries from `first` up to `last` that must not be dereferenced, or `last`.
 
     SCAN entries are looked up at a time, one by each thread.
     """
-    bad = tl.zeros([SCAN], dtype=tl.int32)
-    for at in range(first, last, SCAN):
+    found = last
+    at = first
+    while at < found:
         entries = at + tl.arange(0, SCAN)
         wanted = entries < last
         ids = tl.load(row_ptr + entries, mask=wanted, other=0)
         ok = is_resident(ids, wanted, resident_ptr, num_blocks, BLOCKS_PER_ENTRY)
-        bad += (wanted & (ok == 0)).to(tl.int32)
-    return tl.sum(bad)
+        found = tl.minimum(found, tl.min(tl.where(ok, last, entries), 0))
+        at += SCAN
+    return found

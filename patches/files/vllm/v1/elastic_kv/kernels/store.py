@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .formats import CacheViews, Format
+from .formats import CacheViews
 from .residency import is_resident
 
 TENSOR = tl.constexpr(1)
@@ -148,8 +148,7 @@ def store(
     dtype = cache.keys.dtype
     is_int = dtype == torch.int8
     largest = 127.0 if is_int else torch.finfo(dtype).max if dtype.is_floating_point else 15.0
-    k_scales, v_scales = tensor_scales if cache.format is Format.TENSOR else (cache.key_scales, cache.value_scales)
-    scale_strides = (0, 0, 0) if cache.key_scales is None else cache.key_scales.stride()
+    k_scales, v_scales = cache.scales(tensor_scales)
     store_kernel[(tokens, kv_heads)](
         keys,
         values,
@@ -165,7 +164,7 @@ def store(
         values.stride(0),
         values.stride(1),
         *cache.keys.stride()[:3],
-        *scale_strides,
+        *cache.scale_strides,
         FORMAT=int(cache.format),
         HEAD_SIZE=cache.head_size,
         PADDED=triton.next_power_of_2(cache.head_size),
