@@ -1,10 +1,19 @@
 """Shared by all tests. Keep it small."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+# Whether Triton's own functions can run in its interpreter is decided when it is imported, so this comes before
+# anything imports it. Processes that tests start decide for themselves.
+os.environ["TRITON_INTERPRET"] = "1"
+import triton.experimental.gluon.language  # noqa: E402, F401
+import triton.language  # noqa: E402
+
+del os.environ["TRITON_INTERPRET"]
 
 _LOAD_WITHOUT_VLLM = """
 import importlib.util, pathlib, sys

@@ -51,9 +51,8 @@ class Scratch:
     stats: torch.Tensor  # float32 [tokens, q_heads, splits, 2]
 
     @staticmethod
-    def make(tokens: int, q_heads: int, head_size: int, device: torch.device) -> "Scratch":
-        """Memory for up to `tokens` tokens at the largest number of splits."""
-        parts = tokens * q_heads * MAX_SPLITS
+    def make(parts: int, head_size: int, device: torch.device) -> "Scratch":
+        """Memory for launches of up to `parts` tokens times query heads times splits."""
         padded = triton.next_power_of_2(head_size)
         return Scratch(
             torch.empty(parts * padded, dtype=torch.float32, device=device),

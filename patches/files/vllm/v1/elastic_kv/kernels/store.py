@@ -11,14 +11,27 @@ from .residency import is_resident
 TENSOR = tl.constexpr(1)
 TOKEN_HEAD = tl.constexpr(2)
 INT4 = tl.constexpr(3)
+# Largest value, bits of the mantissa, smallest value above zero.
+_ELEMENTS = {
+    torch.int8: (127.0, 32, 1.0),
+    torch.float8_e4m3fn: (448.0, 3, 2.0**-9),
+    torch.float8_e4m3fnuz: (240.0, 3, 2.0**-10),
+    torch.float8_e5m2: (57344.0, 2, 2.0**-16),
+}
 
 
 @triton.jit
-def _round(x, IS_INT: tl.constexpr):
-    # Half to even as IEEE has it, without a library call: above 2^23 float32 has no fractions left.
-    if IS_INT:
-        x = (x + 12582912.0) - 12582912.0
-    return x
+def _round(x, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr):
+    """Round float32 half to even, to so many bits behind the first one and to multiples of SMALLEST.
+
+    What is cast afterwards is exact, so that every device writes the same bytes. (The interpreter loses the carry
+    into the exponent where a cast to fp8 has to round.)
+    """
+    exponent = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    unit = tl.maximum(exponent * (0.5**MANTISSA), SMALLEST)
+    # Above 2^23 units float32 has no fractions left.
+    large = unit * 12582912.0
+    return (x + large) - large
 
 
 @triton.jit
@@ -36,7 +49,8 @@ def _store_one(
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     LARGEST: tl.constexpr,
-    IS_INT: tl.constexpr,
+    MANTISSA: tl.constexpr,  # 32 in int8: every integer
+    SMALLEST: tl.constexpr,
 ):
     """Quantise one head of one token and write it.
 
@@ -53,8 +67,8 @@ def _store_one(
         minimum = tl.clamp(least, -65504.0, 65504.0).to(tl.float16).to(tl.float32)
         step = tl.minimum((most - minimum) / 15, 65504.0).to(tl.float16).to(tl.float32)
         inverse = tl.where(step > 0, 1 / step, 0.0)
-        low = _round(tl.clamp((low - minimum) * inverse, 0.0, 15.0), True).to(tl.int32)
-        high = _round(tl.clamp((high - minimum) * inverse, 0.0, 15.0), True).to(tl.int32)
+        low = _round(tl.clamp((low - minimum) * inverse, 0.0, 15.0), 32, 1.0).to(tl.int32)
+        high = _round(tl.clamp((high - minimum) * inverse, 0.0, 15.0), 32, 1.0).to(tl.int32)
         tl.store(cache_at + dim, (low | (high << 4)).to(tl.uint8), mask=ok)
         tl.store(scale_at, _half_bits(step) | (_half_bits(minimum) << 16))
     else:
@@ -69,7 +83,7 @@ def _store_one(
             x = x * tl.where(scale > 0, 1 / scale, 0.0)
             tl.store(scale_at, scale)
         if FORMAT >= TENSOR:
-            x = _round(tl.clamp(x, -LARGEST, LARGEST), IS_INT)
+            x = _round(tl.clamp(x, -LARGEST, LARGEST), MANTISSA, SMALLEST)
         tl.store(cache_at + dim, x.to(cache_at.dtype.element_ty), mask=ok)
 
 
@@ -100,7 +114,8 @@ def store_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCKS_PER_ENTRY: tl.constexpr,
     LARGEST: tl.constexpr,
-    IS_INT: tl.constexpr,
+    MANTISSA: tl.constexpr,  # 32 in int8: every integer
+    SMALLEST: tl.constexpr,
 ):
     """Grid: (tokens, kv_heads). A token whose block is not resident is not written."""
     token = tl.program_id(0).to(tl.int64)
@@ -117,8 +132,8 @@ def store_kernel(
             v_scale_at += scale_at
         key_at = key_ptr + token * key_stride_token + head * key_stride_head
         value_at = value_ptr + token * value_stride_token + head * value_stride_head
-        _store_one(key_at, k_ptr + at, k_scale_at, k_scale_ptr, FORMAT, HEAD_SIZE, PADDED, LARGEST, IS_INT)
-        _store_one(value_at, v_ptr + at, v_scale_at, v_scale_ptr, FORMAT, HEAD_SIZE, PADDED, LARGEST, IS_INT)
+        _store_one(key_at, k_ptr + at, k_scale_at, k_scale_ptr, FORMAT, HEAD_SIZE, PADDED, LARGEST, MANTISSA, SMALLEST)
+        _store_one(value_at, v_ptr + at, v_scale_at, v_scale_ptr, FORMAT, HEAD_SIZE, PADDED, LARGEST, MANTISSA, SMALLEST)
 
 
 def store(
@@ -145,9 +160,7 @@ def store(
     tokens = slots.shape[0]
     if tokens == 0:
         return
-    dtype = cache.keys.dtype
-    is_int = dtype == torch.int8
-    largest = 127.0 if is_int else torch.finfo(dtype).max if dtype.is_floating_point else 15.0
+    largest, mantissa, smallest = _ELEMENTS.get(cache.keys.dtype, (0.0, 0, 0.0))
     k_scales, v_scales = cache.scales(tensor_scales)
     store_kernel[(tokens, kv_heads)](
         keys,
@@ -171,6 +184,7 @@ def store(
         BLOCK_SIZE=block_size,
         BLOCKS_PER_ENTRY=1 if resident is None else num_blocks // resident.shape[0],
         LARGEST=largest,
-        IS_INT=is_int,
+        MANTISSA=mantissa,
+        SMALLEST=smallest,
         num_warps=1,
     )
