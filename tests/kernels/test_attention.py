@@ -70,7 +70,9 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.parametrize(("new", "splits"), [([1, 1], 1), ([1, 1], 4), ([9, 30], 1)], ids=["decode", "splits", "prefill"])
+@pytest.mark.parametrize(
+    ("new", "splits"), [([1, 1], 1), ([1, 1], 4), ([9, 30], 1)], ids=["decode", "splits", "prefill"]
+)
 def test_features(name, new, splits):
     Batch(Cache(), [70, 33], new).check(splits, FEATURES[name])
 

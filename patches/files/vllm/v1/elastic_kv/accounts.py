@@ -30,6 +30,7 @@ class Accounts:
         self._outcomes: Counter[str] = Counter(done=0, partial=0, refused=0, failed=0)
         self._last: dict[str, Any] | None = None
         self._unreported: list[dict[str, Any]] = []
+        self._unreported_faults = 0
         self.measured(ranks)
         # Of the rank where a block takes most.
         self.block_bytes = max(rank["resident_bytes"] for rank in ranks) // pool.num_gpu_blocks
@@ -86,8 +87,9 @@ class Accounts:
         }
 
     def take_stats(self) -> ElasticKVStats:
-        """What the metrics show; hands out each ended resize once."""
+        """What the metrics show; hands out each ended resize, and each fault, once."""
         resizes, self._unreported = self._unreported, []
+        faults, self._unreported_faults = self._unreported_faults, 0
         cache_config = self._engine.vllm_config.cache_config
         return ElasticKVStats(
             resident_blocks=self._pool.num_gpu_blocks,
@@ -98,7 +100,12 @@ class Accounts:
             size_tokens=cache_config.kv_cache_size_tokens,
             max_concurrency=cache_config.kv_cache_max_concurrency,
             resizes=resizes,
+            soft_page_faults=faults,
         )
+
+    def faulted(self, count: int) -> None:
+        """Count block ids without memory that a request named."""
+        self._unreported_faults += count
 
     def publish(self, job: Job) -> None:
         """Make every number that upstream derives from the number of blocks follow it."""

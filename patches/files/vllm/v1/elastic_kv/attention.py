@@ -73,7 +73,9 @@ class ElasticTritonMetadataBuilder(AttentionMetadataBuilder[ElasticTritonMetadat
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         self._kv_heads = kv_cache_spec.num_kv_heads
-        q_heads = get_num_attention_heads_from_layers(vllm_config, layer_names) or model.get_num_attention_heads(parallel)
+        q_heads = get_num_attention_heads_from_layers(vllm_config, layer_names) or model.get_num_attention_heads(
+            parallel
+        )
         # A CPU has one program at a time; two splits there, so that the reduction is run too.
         self._multiprocessors = current_platform.num_compute_units() if device.type == "cuda" else 4
         group = -(-q_heads // self._kv_heads)

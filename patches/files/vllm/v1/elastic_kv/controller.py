@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
+from vllm.logger import init_logger
 from vllm.v1.elastic_kv import worker_side
 from vllm.v1.elastic_kv.accounts import Accounts
 from vllm.v1.elastic_kv.allowance import Allowance
@@ -23,6 +24,8 @@ from vllm.v1.engine.core import EngineCore
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+logger = init_logger(__name__)
 
 
 class ElasticKVController:
@@ -159,6 +162,29 @@ class ElasticKVController:
         if self._accounts.stale and not self._engine.batch_queue and not self.pending:
             self._accounts.measured(call(self._engine.model_executor, worker_side.measure).result())
         return self._accounts.state(self._policy, self.allowance.blocks, self._block_tokens)
+
+    def fail_faulty(self, faults: dict[str, int]) -> list[str]:
+        """Say why requests fail whose attention met block ids without memory, and forget what they computed.
+
+        Args:
+            faults: Ids of requests, and how many block ids each met in one step.
+
+        Returns:
+            The requests that are to end with an error.
+
+        """
+        scheduler = self._engine.scheduler
+        for request_id, count in faults.items():
+            request = scheduler.requests.get(request_id)  # type: ignore[attr-defined]
+            if request is None or request.is_finished():
+                continue
+            self._accounts.faulted(count)
+            request.stop_reason = f"soft page fault: its block table names {count} KV cache block(s) without memory"
+            logger.error("Elastic KV cache: request %s fails: %s. This is a bug.", request_id, request.stop_reason)
+            # Keys and values of later layers come from what was masked. No other request may find them.
+            manager = scheduler.kv_cache_manager  # type: ignore[attr-defined]
+            manager.evict_blocks({block for ids in manager.get_block_ids(request_id) for block in ids})
+        return list(faults)
 
     def take_stats(self) -> ElasticKVStats:
         """What the metrics show; hands out each ended resize once."""

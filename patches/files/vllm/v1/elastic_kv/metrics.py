@@ -57,6 +57,11 @@ class ElasticKVProm:
                 "vllm:elastic_kv_preempted_requests", "Requests that a shrink preempted.", labelnames=labelnames
             ),
         }
+        self._faults = counter_cls(
+            "vllm:elastic_kv_soft_page_faults",
+            "Block ids without memory that requests named; these requests failed.",
+            labelnames=labelnames,
+        )
         self._duration = histogram_cls(
             "vllm:elastic_kv_resize_seconds",
             "Time from the request for a resize to its end.",
@@ -91,6 +96,7 @@ class ElasticKVProm:
         }
         for name, value in values.items():
             self._gauges[name].labels(*labels).set(value)
+        self._faults.labels(*labels).inc(stats.soft_page_faults)
         for resize in stats.resizes:
             self._resizes.labels(*labels, resize["direction"], resize["outcome"]).inc()
             for field, counter in self._costs.items():

@@ -25,6 +25,13 @@ def copy_blocks(arena: "KVArena", sources: Sequence[int], destinations: Sequence
     arena.driver.synchronize()
     buffer = arena.tensor()
     capacity = arena.capacity_chunks * arena.chunk_blocks
+    if buffer.is_cuda:
+        # One launch, instead of one for each block and segment.
+        from vllm.v1.elastic_kv.kernels.move import move_blocks
+
+        move_blocks(buffer, arena.segments, sources, destinations, capacity)
+        arena.driver.synchronize()
+        return
     for segment in arena.segments:
         rows = torch.as_strided(buffer, (capacity, segment.stride), (segment.stride, 1), segment.offset)
         for source, destination in zip(sources, destinations, strict=True):

@@ -10,7 +10,8 @@ class ElasticKVStats:
     """Sizes now, in blocks, bytes per rank, tokens and requests of the maximum length,
     as upstream's `CacheConfig` has them, and the resizes that ended since
     the last time, each as `ResizeResult.to_dict` gives it, with its `direction`, and
-    `failed` as its `outcome` where a rank failed.
+    `failed` as its `outcome` where a rank failed. Also since the last time: block ids without
+    memory that the attention of requests met.
     """
 
     resident_blocks: int
@@ -21,3 +22,4 @@ class ElasticKVStats:
     size_tokens: int | None
     max_concurrency: float | None
     resizes: list[dict[str, Any]] = field(default_factory=list)
+    soft_page_faults: int = 0

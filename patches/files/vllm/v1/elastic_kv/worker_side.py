@@ -13,6 +13,7 @@ from vllm.v1.elastic_kv.arena import KVArena
 from vllm.v1.elastic_kv.layout import segments_of
 from vllm.v1.elastic_kv.moves import check_runner, copy_blocks, repoint
 from vllm.v1.elastic_kv.page_driver import PageDriver, PageDriverError, make_driver, node_name
+from vllm.v1.elastic_kv.residency import Residency, report_faults
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +83,10 @@ def allocate(kv_cache_config: "KVCacheConfig", device: "torch.device") -> "torch
     except PageDriverError:
         arena.close()
         raise
+    buffer = arena.owned_tensor()
     layout.arena = arena
+    layout.residency = Residency(layout, buffer)
+    layout.residency.mark(arena.attached, True)
     logger.info(
         "Elastic KV cache: reserved %d bytes in %d segments at %#x, of which %d are resident",
         arena.nbytes,
@@ -90,7 +94,7 @@ def allocate(kv_cache_config: "KVCacheConfig", device: "torch.device") -> "torch
         arena.address,
         arena.resident_bytes,
     )
-    return arena.owned_tensor()
+    return buffer
 
 
 def probe(worker: Any, driver: str) -> ProbeReport:
@@ -118,12 +122,31 @@ def discard(worker: Any) -> RankReport:
 
 def attach(worker: Any, chunks: Sequence[int]) -> RankReport:
     """Give pages to `chunks` on this rank, all or none."""
-    return _report(worker, lambda arena: arena.attach(chunks))
+
+    def do(arena: KVArena) -> None:
+        arena.attach(chunks)
+        _residency(worker).mark(chunks, True)
+
+    return _report(worker, do)
 
 
 def detach(worker: Any, chunks: Sequence[int]) -> RankReport:
     """Take the pages of `chunks` away on this rank, all or none."""
-    return _report(worker, lambda arena: arena.detach(chunks))
+
+    def do(arena: KVArena) -> None:
+        _residency(worker).mark(chunks, False)
+        try:
+            arena.detach(chunks)
+        except PageDriverError:
+            _residency(worker).mark(chunks, True)
+            raise
+
+    return _report(worker, do)
+
+
+def with_faults(worker: Any, output: Any) -> Any:
+    """The output of a step, with the requests of it that named blocks without memory."""
+    return report_faults(worker.model_runner.kv_cache_config.elastic_kv.residency, output)
 
 
 def begin_detach(worker: Any, chunks: Sequence[int]) -> RankReport:
@@ -216,6 +239,10 @@ def _report(worker: Any, call: Callable[[KVArena], None]) -> RankReport:
 def _repoint(worker: Any, old: Sequence[int], new: Sequence[int]) -> None:
     layout = worker.model_runner.kv_cache_config.elastic_kv
     repoint(worker.model_runner, dict(zip(old, new, strict=True)), layout.capacity_blocks)
+
+
+def _residency(worker: Any) -> Residency:
+    return worker.model_runner.kv_cache_config.elastic_kv.residency
 
 
 def _arena(worker: Any) -> KVArena:

@@ -188,7 +188,8 @@ def attend(
             fault = first_fault(row_ptr, first, last, resident_ptr, num_blocks, BLOCKS_PER_ENTRY, SCAN)
             faults += ((fault < last) & (fault >= mine)).to(tl.int32)
         run_low = tl.maximum(tl.maximum(low, begin * TILE), first * BLOCK_SIZE)
-        run_high = tl.minimum(tl.minimum(high, end * TILE), fault * BLOCK_SIZE)
+        # Not below `run_low`: the first block begins before the window does.
+        run_high = tl.maximum(tl.minimum(tl.minimum(high, end * TILE), fault * BLOCK_SIZE), run_low)
         first = fault + 1
         for tile in range(run_low // TILE, tl.cdiv(run_high, TILE)):
             pos = tile * TILE + tl.arange(0, TILE)

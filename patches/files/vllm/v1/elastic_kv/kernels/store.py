@@ -133,7 +133,9 @@ def store_kernel(
         key_at = key_ptr + token * key_stride_token + head * key_stride_head
         value_at = value_ptr + token * value_stride_token + head * value_stride_head
         _store_one(key_at, k_ptr + at, k_scale_at, k_scale_ptr, FORMAT, HEAD_SIZE, PADDED, LARGEST, MANTISSA, SMALLEST)
-        _store_one(value_at, v_ptr + at, v_scale_at, v_scale_ptr, FORMAT, HEAD_SIZE, PADDED, LARGEST, MANTISSA, SMALLEST)
+        _store_one(
+            value_at, v_ptr + at, v_scale_at, v_scale_ptr, FORMAT, HEAD_SIZE, PADDED, LARGEST, MANTISSA, SMALLEST
+        )
 
 
 def store(
