@@ -10,8 +10,6 @@ import pytest
 # Whether Triton's own functions can run in its interpreter is decided when it is imported, so this comes before
 # anything imports it. Processes that tests start decide for themselves.
 os.environ["TRITON_INTERPRET"] = "1"
-import triton.experimental.gluon.language  # noqa: E402, F401
-import triton.language  # noqa: E402
 
 del os.environ["TRITON_INTERPRET"]
 

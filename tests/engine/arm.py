@@ -1,7 +1,7 @@
 """One arm of a comparison: runs the same requests in an in-process engine and prints their tokens.
 
     python arm.py '{"model": "...", "elastic": {...} | null, "resize": true, "async_scheduling": false,
-                    "requests": 32, "tokens": [8, 40], "seed": 0}'
+                    "requests": 32, "tokens": [8, 40], "seed": 0, "backend": null, "stale": false}'
 
 The last line of the output is JSON: the token ids of every request, which vLLM was imported, and how
 the resizes went. Which vLLM that is, patched or not, is up to PYTHONPATH.
@@ -62,6 +62,16 @@ def poison() -> None:
     KVArena.detach = detach
 
 
+def plant(core) -> str:
+    """Let the worker's table of the first request name a block that has no memory, as its first; the request's id."""
+    batch = core.model_executor.driver_worker.worker.model_runner.input_batch
+    row = next(row for row, length in enumerate(batch.num_tokens_no_spec[: batch.num_reqs]) if length > 40)
+    missing = core.elastic_kv.pool.layout.capacity_blocks - 1
+    assert core.elastic_kv.pool.num_gpu_blocks <= missing
+    batch.block_table[0].block_table.np[row, 0] = missing
+    return batch.req_ids[row]
+
+
 def main(options: dict) -> dict:
     rng = random.Random(options.get("seed", 0))
     todo = requests(options.get("requests", 32), options.get("tokens", [8, 40]), rng)
@@ -85,11 +95,13 @@ def main(options: dict) -> dict:
             max_num_batched_tokens=512,
             disable_log_stats=True,
             async_scheduling=options.get("async_scheduling", False),
+            attention_backend=options.get("backend"),
             **size,
         )
     )
     core = engine.engine_core.engine_core
     outputs, outcomes, costs, sizes, in_flight = {}, Counter(), Counter(), [], 0
+    planted, reasons = None, {}
     step = 0
     while todo or engine.has_unfinished_requests():
         for _ in range(rng.randint(0, 3)):
@@ -99,7 +111,10 @@ def main(options: dict) -> dict:
         for output in engine.step():
             if output.finished:
                 outputs[output.request_id] = list(output.outputs[0].token_ids)
+                reasons[output.request_id] = [output.outputs[0].finish_reason, output.outputs[0].stop_reason]
         step += 1
+        if options.get("stale") and planted is None and step == 3:
+            planted = plant(core)
         if options.get("resize"):
             in_flight += bool(core.batch_queue)
             state = engine.elastic_kv_state()["blocks"]
@@ -130,6 +145,9 @@ def main(options: dict) -> dict:
         "outcomes": outcomes,
         "costs": costs,
         "sizes": sizes,
+        "planted": planted,
+        "reasons": reasons,
+        "faults": core.elastic_kv.take_stats().soft_page_faults if elastic else 0,
         "outputs": dict(sorted(outputs.items())),
     }
 
