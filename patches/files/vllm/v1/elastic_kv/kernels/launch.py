@@ -96,7 +96,7 @@ def paged_attention(
     query_start: torch.Tensor,
     max_query_len: int,
     scale: float,
-    guard: Guard,
+    guard: Guard | None,
     *,
     features: Features = Features(),
     tensor_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -116,7 +116,7 @@ def paged_attention(
             tokens are the queries.
         max_query_len: Of any sequence.
         scale: Of the scores.
-        guard: Which blocks may be read.
+        guard: Which blocks may be read. None checks nothing, to measure what checking costs.
         features: Of the layer.
         tensor_scales: Of keys and values, float32, one element each, where the format is TENSOR.
         splits: Parts that the positions are cut into; a power of 2. Only where `max_query_len` is 1.
@@ -131,6 +131,7 @@ def paged_attention(
         return
     group = q_heads // kv_heads
     decode = max_query_len <= 1
+    resident = None if guard is None else guard.resident
     splits = splits if decode else 1
     tiles = tiles or tiles_for(head_size, group, q.element_size(), decode)
     padded = triton.next_power_of_2(head_size)
@@ -151,8 +152,8 @@ def paged_attention(
         table,
         seq_lens,
         query_start,
-        guard.resident,
-        guard.faults,
+        resident,
+        None if guard is None else guard.faults,
         features.sinks,
         features.slopes,
         scale,
@@ -170,7 +171,7 @@ def paged_attention(
         HEAD_SIZE=head_size,
         PADDED=padded,
         BLOCK_SIZE=block_size,
-        BLOCKS_PER_ENTRY=1 if guard.resident is None else num_blocks // guard.resident.shape[0],
+        BLOCKS_PER_ENTRY=1 if resident is None else num_blocks // resident.shape[0],
         GROUP=group,
         BLOCK_M=tiles.rows,
         TILE=tiles.positions,
@@ -178,7 +179,7 @@ def paged_attention(
         SOFT_CAP=features.soft_cap > 0,
         DECODE=decode,
         SPLITS=splits,
-        GUARD=True,
+        GUARD=guard is not None,
         SCAN=SCAN,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

@@ -1,0 +1,115 @@
+"""The ahead-of-time gate: compiles every configuration for every target, and judges and writes down what came out."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_tools.kernels.cases import LAUNCHES, Case
+from elastic_tools.kernels.compiling import SHARED, compiling_for
+from elastic_tools.kernels.inspecting import Found, inspect
+
+KERNELS = {"ours": "attend", "unguarded": "attend", "upstream": "kernel_unified_attention"}
+GUARD_BAR = 0.03
+SCAN = 128
+
+
+@dataclass
+class Row:
+    """A configuration on a target. `upstream` is None where upstream has no such kernel."""
+
+    target: str
+    case: Case
+    ours: Found
+    unguarded: Found
+    upstream: Found | None
+    tile: int
+
+    @property
+    def guard_cost(self) -> float:
+        """Instructions that the guard adds to those of a KV tile, as a part of them."""
+        scan = self.ours.scan * self.tile / (SCAN * self.case.block_size)
+        return (self.ours.loop + scan) / self.unguarded.loop - 1
+
+    @property
+    def faults(self) -> list[str]:
+        """What the gate does not let pass."""
+        found = []
+        if self.ours.spills:
+            found.append(f"{self.ours.spills} spills")
+        if self.ours.shared_bytes > SHARED[self.target]:
+            found.append(f"{self.ours.shared_bytes} bytes of shared memory")
+        if self.guard_cost > GUARD_BAR:
+            found.append(f"the guard costs {self.guard_cost:.1%}")
+        return found
+
+
+def compile_case(target: str, case: Case) -> Row:
+    """Compile a configuration three times: as it is, without the guard, and upstream's."""
+    from vllm.v1.elastic_kv.kernels.launch import tiles_for
+
+    found: dict[str, Found | None] = {}
+    for name, launch in LAUNCHES.items():
+        if name == "upstream" and case.cache == "int4":
+            found[name] = None
+            continue
+        with compiling_for(target) as compiled:
+            launch(case)
+        found[name] = inspect(compiled[KERNELS[name]])
+    ours, unguarded = found["ours"], found["unguarded"]
+    assert ours is not None
+    assert unguarded is not None
+    tiles = tiles_for(case.head_size, case.group, 2, case.decode)
+    return Row(target, case, ours, unguarded, found["upstream"], tiles.positions)
+
+
+def markdown(rows: Iterable[Row], command: str) -> str:
+    """The table, and the sentence that judges it."""
+    rows = list(rows)
+    bad = [f"{row.target} {row.case}: {', '.join(row.faults)}" for row in rows if row.faults]
+    worst = max(rows, key=lambda row: row.guard_cost)
+    lines = [
+        "# The attention kernels, compiled ahead of time",
+        "",
+        f"{len(rows)} configurations. "
+        + ("The gate passes: no spills, and" if not bad else "The gate does not pass. At most")
+        + f" the guard costs {worst.guard_cost:+.1%} of the instructions of a KV tile ({worst.target}, {worst.case}).",
+        "",
+        *[f"- {line}" for line in bad],
+        "`loop`: instructions of the innermost loop, for one KV tile of `tile` positions. `scan`: of the guard's loop, which looks at "
+        f"{SCAN} table entries. `guard`: the guard's instructions per KV tile against the same kernel without it.",
+        "Upstream's columns are its `kernel_unified_attention` as `TRITON_ATTN` launches it; its tiles are smaller (16 or 32 positions). "
+        "`mix`: matrix/global/shared/float/integer/control instructions of the loop.",
+        "",
+        "| target | configuration | registers | spills | shared | tile | loop | scan | guard | mix | upstream: registers | spills | shared | loop |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        o, u = row.ours, row.upstream
+        mix = "/".join(
+            str(o.mix.get(kind, 0)) for kind in ("matrix", "global", "shared", "float", "integer", "control")
+        )
+        theirs = [u.registers, u.spills, u.shared_bytes, u.loop] if u else ["-"] * 4
+        cells = [
+            row.target,
+            row.case,
+            o.registers,
+            o.spills,
+            o.shared_bytes,
+            row.tile,
+            o.loop,
+            o.scan,
+            f"{row.guard_cost:+.1%}",
+            mix,
+            *theirs,
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join([*lines, "", f"Made by `{command}`.", ""])
+
+
+def write(rows: list[Row], folder: Path, command: str) -> None:
+    """The table as Markdown and as JSON."""
+    (folder / "kernels.md").write_text(markdown(rows, command))
+    report: list[dict[str, Any]] = [asdict(row) | {"guard_cost": row.guard_cost} for row in rows]
+    (folder / "kernels.json").write_text(json.dumps(report) + "\n")
