@@ -1,4 +1,4 @@
-"""The configurations that are compiled: ours as the backend launches them, with and without the guard, and upstream's."""
+"""What is compiled: our kernels as the backend launches them, with and without the guard, and upstream's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Every configuration that is used: each dimension is varied around the most usual one, and head sizes with formats."""
+    """Each dimension is varied around the most usual configuration, and formats also with large heads."""
     found = []
     for decode in (True, False):
         found += [Case(decode, head_size) for head_size in (64, 80, 96, 128, 192, 256)]

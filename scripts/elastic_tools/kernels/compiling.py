@@ -1,4 +1,4 @@
-"""Makes Triton compile for a GPU that is not there: a launch compiles its kernel as it would on that GPU, and runs nothing."""
+"""Makes Triton compile for a GPU that is not there: a launch compiles what it would on that GPU, and runs nothing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +54,7 @@ class NoDevice(DriverBase):
 
 def let_vllm_have_triton() -> None:
     """vLLM on a CPU hides Triton, unless there is a backend of this name. To be called before vLLM is imported."""
-    backends.setdefault("cpu", Backend(compiler=None, driver=NoDevice))  # type: ignore[arg-type]
+    backends.setdefault("cpu", Backend(compiler=None, driver=NoDevice))
 
 
 @contextmanager

@@ -77,12 +77,14 @@ def markdown(rows: Iterable[Row], command: str) -> str:
         + f" the guard costs {worst.guard_cost:+.1%} of the instructions of a KV tile ({worst.target}, {worst.case}).",
         "",
         *[f"- {line}" for line in bad],
-        "`loop`: instructions of the innermost loop, for one KV tile of `tile` positions. `scan`: of the guard's loop, which looks at "
-        f"{SCAN} table entries. `guard`: the guard's instructions per KV tile against the same kernel without it.",
-        "Upstream's columns are its `kernel_unified_attention` as `TRITON_ATTN` launches it; its tiles are smaller (16 or 32 positions). "
-        "`mix`: matrix/global/shared/float/integer/control instructions of the loop.",
+        "`loop`: instructions of the innermost loop, for one KV tile of `tile` positions. `scan`: of the guard's loop, "
+        f"which looks at {SCAN} table entries. `guard`: the guard's instructions per KV tile against the same kernel "
+        "without it. `mix`: matrix/global/shared/float/integer/control instructions of the loop.",
         "",
-        "| target | configuration | registers | spills | shared | tile | loop | scan | guard | mix | upstream: registers | spills | shared | loop |",
+        "Upstream's columns are its `kernel_unified_attention` as `TRITON_ATTN` launches it; its tiles are smaller.",
+        "",
+        "| target | configuration | registers | spills | shared | tile | loop | scan | guard | mix "
+        "| upstream: registers | spills | shared | loop |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

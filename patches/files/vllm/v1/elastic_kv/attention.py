@@ -12,6 +12,7 @@ from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
+    AttentionMetadata,
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
@@ -50,7 +51,7 @@ def _element(kv_cache_dtype: str, cache: torch.Tensor) -> torch.dtype:
 
 
 @dataclass
-class ElasticTritonMetadata:
+class ElasticTritonMetadata(AttentionMetadata):
     """A batch. All tensors are the model runner's own, so a captured graph sees what they hold later."""
 
     num_actual_tokens: int
@@ -207,7 +208,7 @@ class ElasticTritonImpl(AttentionImpl[ElasticTritonMetadata]):
 
     def forward(
         self,
-        layer: "AttentionLayer",
+        layer: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

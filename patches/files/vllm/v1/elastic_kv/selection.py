@@ -30,8 +30,8 @@ def prefer_elastic(
             return _ELASTIC
     if asked_for is not _ELASTIC:
         logger.info_once(
-            "Elastic KV cache: the attention kernels of %s do not check block ids%s. What guards residency is the block "
-            "pool, which hands out no block without memory, and the fence before memory is taken away.",
+            "Elastic KV cache: the attention kernels of %s do not check block ids%s. What guards residency is the "
+            "block pool, which hands out no block without memory, and the fence before memory is taken away.",
             asked_for.name if asked_for is not None else "the platform's choice",
             f" (ELASTIC_TRITON: {', '.join(reasons)})" if reasons else "",
         )
