@@ -12,6 +12,7 @@ from vllm.config.elastic_kv import ElasticKVConfig
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.elastic_kv.controller import ElasticKVController
 from vllm.v1.elastic_kv.host_driver import HostPageDriver
+from vllm.v1.elastic_kv.residency import Residency
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
 SPEC = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
@@ -23,7 +24,10 @@ class Runner(SimpleNamespace):
     """What a model runner of version 1 keeps of requests, for two requests of three blocks."""
 
     def __init__(self, arena) -> None:
-        layout = SimpleNamespace(arena=arena, capacity_blocks=arena.capacity_chunks * arena.chunk_blocks)
+        blocks = arena.capacity_chunks * arena.chunk_blocks
+        layout = SimpleNamespace(arena=arena, capacity_blocks=blocks, chunk_blocks=arena.chunk_blocks)
+        layout.residency = Residency(layout, arena.tensor())
+        layout.residency.mark(arena.attached, True)
         table = np.zeros((4, 8), dtype=np.int32)
         super().__init__(
             kv_cache_config=SimpleNamespace(elastic_kv=layout),
