@@ -52,9 +52,17 @@ class NoDevice(DriverBase):
         return ty
 
 
+class NoCompiler:
+    """Triton asks every backend whether it compiles for a target."""
+
+    @staticmethod
+    def supports_target(target: GPUTarget) -> bool:
+        return False
+
+
 def let_vllm_have_triton() -> None:
     """vLLM on a CPU hides Triton, unless there is a backend of this name. To be called before vLLM is imported."""
-    backends.setdefault("cpu", Backend(compiler=None, driver=NoDevice))
+    backends.setdefault("cpu", Backend(compiler=NoCompiler, driver=NoDevice))  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def tiles_for(head_size: int, group: int, itemsize: int, decode: bool) -> Tiles:
         return Tiles(least, 32, 4, 1)
     if decode:
         return Tiles(least, 64 if padded <= 128 else 32, 4, 2)
-    return Tiles(max(least, 64), 64 if padded <= 128 else 32, 4 if padded <= 128 else 8, 2)
+    return Tiles(max(least, 64), 32, 4 if padded <= 128 else 8, 2)
 
 
 def splits_for(programs: int, multiprocessors: int) -> int:
