@@ -10,6 +10,7 @@ import pytest
 # Whether Triton's own functions can run in its interpreter is decided when it is imported, so this comes before
 # anything imports it. Processes that tests start decide for themselves.
 os.environ["TRITON_INTERPRET"] = "1"
+import triton  # noqa: F401
 
 del os.environ["TRITON_INTERPRET"]
 

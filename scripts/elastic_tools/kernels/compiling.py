@@ -62,7 +62,7 @@ class NoCompiler:
 
 def let_vllm_have_triton() -> None:
     """vLLM on a CPU hides Triton, unless there is a backend of this name. To be called before vLLM is imported."""
-    backends.setdefault("cpu", Backend(compiler=NoCompiler, driver=NoDevice))  # type: ignore[arg-type]
+    backends.setdefault("cpu", Backend(compiler=NoCompiler, driver=NoDevice))
 
 
 @contextmanager
