@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 # Whether Triton's own functions can run in its interpreter is decided when it is imported, so this comes before
-# anything imports it. Processes that tests start decide for themselves.
+# anything imports it. Triton imports its Gluon at the first launch, and that must find the same decision.
+# Processes that tests start decide for themselves.
 os.environ["TRITON_INTERPRET"] = "1"
-import triton  # noqa: F401
+import triton.experimental.gluon  # noqa: F401
 
 del os.environ["TRITON_INTERPRET"]
 

@@ -17,15 +17,16 @@ def attention(q, k, v, scale, window=0, soft_cap=0.0, sinks=None, slopes=None, l
     return torch.einsum("hqk,khd->qhd", p, v)
 
 
-def quantise(x, largest, is_int):
-    """x: [..., d]. A scale for each row, and the row in units of it."""
-    scale = x.float().abs().amax(-1, keepdim=True) / largest
-    steps = x.float() / torch.where(scale > 0, scale, 1)
-    return scale, (steps.round() if is_int else steps)
+def quantise(x, dtype):
+    """x: [..., d]. A scale for each row, and the row in units of it, as int8 or fp8."""
+    is_int = dtype == torch.int8
+    scale = x.float().abs().amax(-1, keepdim=True) / (127.0 if is_int else torch.finfo(dtype).max)
+    steps = x.float() * torch.where(scale > 0, 1 / scale, 0)
+    return scale, (steps.round() if is_int else steps).to(dtype)
 
 
 def quantise_int4(x):
     """Step and minimum of each row of x, [..., d], and which of the sixteen steps each value is."""
     minimum = x.float().amin(-1, keepdim=True).half().float()
     step = ((x.float().amax(-1, keepdim=True) - minimum) / 15).half().float()
-    return step, minimum, ((x.float() - minimum) / torch.where(step > 0, step, 1)).round().clamp(0, 15)
+    return step, minimum, ((x.float() - minimum) * torch.where(step > 0, 1 / step, 0)).round().clamp(0, 15)
