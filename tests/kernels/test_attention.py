@@ -38,7 +38,7 @@ def test_head_sizes(head_size, new):
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
 def test_block_sizes(block_size):
     """On and off block boundaries, and those of tiles and splits."""
-    cache = Cache(block_size=block_size, heads=1, blocks=14)
+    cache = Cache(block_size=block_size, heads=1, blocks=14, head_size=16)
     batch = Batch(cache, [block_size - 1, block_size, block_size + 1], [1, 1, 1])
     batch.check(splits=2)
 
@@ -47,12 +47,13 @@ def test_block_sizes(block_size):
 @pytest.mark.parametrize("new", [[1, 1], [4, 20]], ids=["decode", "prefill"])
 @pytest.mark.parametrize("head_size", [64, 80])
 def test_formats(name, new, head_size):
-    cache = Cache(name=name, heads=2, head_size=head_size, dtype=torch.float16)
+    cache = Cache(name=name, heads=1, head_size=head_size, dtype=torch.float16)
     Batch(cache, [35, 20], new).check(splits=2)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_in_float32(name):
+    """What is read from the cache is exact, so the bound is that of float32."""
     Batch(Cache(name=name), [35, 20], [1, 1]).check()
 
 
@@ -72,12 +73,12 @@ FEATURES = {
     ("new", "splits"), [([1, 1], 1), ([1, 1], 4), ([9, 30], 1)], ids=["decode", "splits", "prefill"]
 )
 def test_features(name, new, splits):
-    Batch(Cache(), [70, 33], new).check(splits, FEATURES[name])
+    Batch(Cache(heads=1), [70, 33], new, group=4).check(splits, FEATURES[name])
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8_e4m3"])
 def test_features_in_quantised_caches(name):
-    Batch(Cache(name=name), [40, 33], [1, 1]).check(2, FEATURES["all"])
+    Batch(Cache(name=name, heads=1), [40, 33], [1, 1], group=4).check(2, FEATURES["all"])
 
 
 @pytest.mark.parametrize("features", [Features(), Features(sinks=torch.zeros(4))], ids=["plain", "sinks"])
@@ -105,7 +106,7 @@ def test_table_is_not_read_beyond_the_length():
 
 # Shrinking an example takes minutes in the interpreter.
 @settings(
-    max_examples=15,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from vllm.v1.attention.ops import triton_unified_attention as upstream
 from vllm.v1.elastic_kv.kernels import launch
 from vllm.v1.elastic_kv.kernels.formats import Format, row_bytes, views_of
@@ -60,6 +61,14 @@ def cases() -> list[Case]:
     return found
 
 
+def tiles_of(case: Case) -> launch.Tiles:
+    """The default tiles, on the target that is compiled for."""
+    target = triton.runtime.driver.active.get_current_target()
+    return launch.tiles_for(
+        case.head_size, case.group, 2, case.decode, target.arch if target.backend == "cuda" else 0
+    )
+
+
 def _tensors(case: Case) -> dict[str, torch.Tensor]:
     queries = 1 if case.decode else 64
     heads = KV_HEADS * case.group
@@ -103,6 +112,7 @@ def ours(case: Case, guarded: bool = True) -> None:
         tensor_scales=(t["one"], t["one"]),
         splits=SPLITS,
         scratch=launch.Scratch.make(SEQS * KV_HEADS * case.group * SPLITS, case.head_size, t["q"].device),
+        tiles=tiles_of(case),
     )
     if guarded and case.decode:
         keys = torch.empty(SEQS, KV_HEADS, case.head_size, dtype=case.dtype)

@@ -35,12 +35,13 @@ class Found:
     """Of one kernel. Bytes are for one program, registers for one thread."""
 
     registers: int
-    spills: int  # instructions that touch local memory; on AMD, spilled registers
+    spills: int  # instructions that touch local memory; on AMD, vector registers that wait in scratch memory
     shared_bytes: int
     instructions: int
     loop: int  # instructions of the innermost loop with a matrix product
     scan: int  # of the guard's loop, 0 where there is none
     mix: dict[str, int] = field(default_factory=dict)  # of the innermost loop, by kind
+    parked: int = 0  # on AMD, scalar registers that wait in lanes of vector registers; no memory is touched
 
 
 def inspect(kernel: Any) -> Found:
@@ -83,8 +84,10 @@ def _amd(kernel: Any) -> Found:
             target = re.search(r"(\.LBB\w+)", instruction[2])
             if "branch" in instruction[1] and target and target[1] in labels:
                 loops.append(code[labels[target[1]] :])
-    spills = numbers["vgpr_spill_count"] + numbers["sgpr_spill_count"]
-    return _found(numbers["vgpr_count"], spills, kernel.metadata.shared, code, loops, _AMD)
+    shared = kernel.metadata.shared
+    found = _found(numbers["vgpr_count"], numbers["vgpr_spill_count"], shared, code, loops, _AMD)
+    found.parked = numbers["sgpr_spill_count"]
+    return found
 
 
 def _found(

@@ -158,7 +158,7 @@ class ElasticTritonBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: "AttentionSpec") -> "AttentionSpec":
-        """Room for the scales, which lie behind each key and each value."""
+        """Room for the scales, which lie behind each value."""
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_per_token_head:
             return spec
         format = _FORMATS[spec.kv_quant_mode]

@@ -61,7 +61,7 @@ def attend(
     stats_ptr,  # with splits: float32 [tokens, q_heads, SPLITS, 2], maximum and sum
     q_ptr,  # [tokens, q_heads, head_size]
     k_ptr,  # [blocks, kv_heads, block_size, row]
-    v_ptr,
+    v_offset: tl.int64,  # from a key to its value; this and the strides of the cache are in units of UNIT elements
     k_scale_ptr,  # of TENSOR: float32 [1]; of TOKEN_HEAD and INT4: [blocks, kv_heads, block_size]
     v_scale_ptr,
     table_ptr,  # int32 [seqs, …]
@@ -87,6 +87,7 @@ def attend(
     scale_stride_head: tl.int64,
     scale_stride_slot: tl.int64,
     FORMAT: tl.constexpr,
+    UNIT: tl.constexpr,  # what the compiler cannot know otherwise, and needs in order to load more than a byte
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,  # the next power of 2
     BLOCK_SIZE: tl.constexpr,
@@ -172,7 +173,9 @@ def attend(
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + head, mask=row_ok, other=0.0) * LOG2E
 
-    head_at = kv_head * stride_head
+    head_at = kv_head * stride_head * UNIT
+    stride_slot *= UNIT
+    stride_block *= UNIT
     scale_head_at = kv_head * scale_stride_head
     first = tl.maximum(low, begin * TILE) // BLOCK_SIZE
     last = tl.where(begin < end, tl.cdiv(tl.minimum(high, end * TILE), BLOCK_SIZE), first)
@@ -204,7 +207,7 @@ def attend(
             # What is not live may be unwritten or unmapped: it is not read, and counts as zero.
             tile_ok = live[:, None] & dim_ok[None, :]
             k = tl.load(k_ptr + at, mask=tile_ok, other=0.0)  # [TILE, WIDTH]
-            v = tl.load(v_ptr + at, mask=tile_ok, other=0.0)
+            v = tl.load(k_ptr + at + v_offset * UNIT, mask=tile_ok, other=0.0)
             if FORMAT >= TOKEN_HEAD:
                 scale_at = ids * scale_stride_block + slot * scale_stride_slot + scale_head_at
                 k_scales = tl.load(k_scale_ptr + scale_at, mask=live, other=0)  # [TILE]

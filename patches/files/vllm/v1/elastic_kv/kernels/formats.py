@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How keys and values lie in a block, for each of vLLM's KV cache dtypes that the kernels know."""
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -22,8 +23,8 @@ class Format(IntEnum):
 class CacheViews:
     """One layer's cache as the kernels take it: views of the same bytes.
 
-    `keys` and `values` are `[blocks, kv_heads, block_size, row]` and have equal strides;
-    a row is a head's elements, or half as many bytes in INT4. The dimensions of a head lie in
+    `keys` and `values` are `[blocks, kv_heads, block_size, row]` and have equal strides, the values
+    behind the keys; a row is a head's elements, or half as many bytes in INT4. The dimensions of a head lie in
     order; in INT4 the first half of them lies in the low nibbles and the second in the high ones.
     `key_scales` and `value_scales` are `[blocks, kv_heads, block_size]`: float32, or in INT4
     int32 words with the step in the low and the minimum in the high half. None in the other formats.
@@ -47,6 +48,16 @@ class CacheViews:
         return tensor_scales
 
     @property
+    def value_offset(self) -> int:
+        """From the keys to the values, in elements."""
+        return self.values.storage_offset() - self.keys.storage_offset()
+
+    @property
+    def unit(self) -> int:
+        """Elements, up to 16, that all rows begin at a multiple of: as wide as a load of them may be."""
+        return math.gcd(16, self.value_offset, *self.keys.stride()[:3])
+
+    @property
     def scale_strides(self) -> tuple[int, ...]:
         """Of blocks, heads and positions; zero where no scales are in the cache."""
         return (0, 0, 0) if self.key_scales is None else self.key_scales.stride()
@@ -64,8 +75,8 @@ def views_of(cache: torch.Tensor, format: Format, head_size: int, dtype: torch.d
 
     Args:
         cache: `[blocks, kv_heads, block_size, content]`, in any order of strides but the last
-            one, which is 1. The content of a token and head is its key, the key's scale, its value,
-            the value's scale.
+            one, which is 1. The content of a token and head is its key, its value, the key's scale,
+            the value's scale: scales between them would leave no row at a multiple of 8 bytes.
         format: What it holds.
         head_size: Elements of a key, and of a value.
         dtype: Of the elements; uint8 in INT4.
@@ -79,11 +90,9 @@ def views_of(cache: torch.Tensor, format: Format, head_size: int, dtype: torch.d
     if content != 2 * row:
         raise ValueError(f"a key and a value take {2 * row} bytes in this format, the cache has room for {content}")
     elements = cache.view(dtype)
-    start = row // dtype.itemsize
     width = head_size // 2 if format is Format.INT4 else head_size
-    keys, values = elements[..., :width], elements[..., start : start + width]
+    keys, values = elements[..., :width], elements[..., width : 2 * width]
     if format in (Format.NATIVE, Format.TENSOR):
         return CacheViews(format, head_size, keys, values)
     words = cache.view(torch.int32 if format is Format.INT4 else torch.float32)
-    scale = row // SCALE_BYTES
-    return CacheViews(format, head_size, keys, values, words[..., scale - 1], words[..., 2 * scale - 1])
+    return CacheViews(format, head_size, keys, values, words[..., -2], words[..., -1])

@@ -2,6 +2,7 @@
 """Launches the attention kernel: tile sizes, splits and scratch memory."""
 
 from dataclasses import dataclass
+from functools import cache as remember
 
 import torch
 import triton
@@ -60,7 +61,16 @@ class Scratch:
         )
 
 
-def tiles_for(head_size: int, group: int, itemsize: int, decode: bool) -> Tiles:
+@remember
+def capability_of(device: torch.device) -> int:
+    """80 for sm_80, and so on; 0 where the device is not NVIDIA's."""
+    if device.type != "cuda" or torch.version.hip:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def tiles_for(head_size: int, group: int, itemsize: int, decode: bool, capability: int) -> Tiles:
     """The default tiles, chosen so that registers do not spill (docs/results/kernels.md).
 
     Args:
@@ -68,6 +78,7 @@ def tiles_for(head_size: int, group: int, itemsize: int, decode: bool) -> Tiles:
         group: Query heads of a KV head.
         itemsize: Bytes of a query element.
         decode: Whether every sequence has one query.
+        capability: Of the device, as `capability_of` has it.
 
     """
     padded = triton.next_power_of_2(head_size)
@@ -75,7 +86,7 @@ def tiles_for(head_size: int, group: int, itemsize: int, decode: bool) -> Tiles:
     if itemsize == 4:
         return Tiles(least, 32, 4, 1)
     if decode:
-        return Tiles(least, 64 if padded <= 128 else 32, 4, 2)
+        return Tiles(least, 64 if padded <= 128 else 32, 8 if padded == 128 and 80 <= capability < 90 else 4, 2)
     return Tiles(max(least, 64), 32, 4 if padded <= 128 else 8, 2)
 
 
@@ -133,20 +144,21 @@ def paged_attention(
     decode = max_query_len <= 1
     resident = None if guard is None else guard.resident
     splits = splits if decode else 1
-    tiles = tiles or tiles_for(head_size, group, q.element_size(), decode)
+    tiles = tiles or tiles_for(head_size, group, q.element_size(), decode, capability_of(q.device))
     padded = triton.next_power_of_2(head_size)
     target, stats = out, None
     if splits > 1:
         assert scratch is not None
         target, stats = scratch.parts, scratch.stats
     k_scales, v_scales = cache.scales(tensor_scales)
+    unit = cache.unit
     query_blocks = seqs if decode else tokens // (tiles.rows // group) + seqs
     attend[(query_blocks, kv_heads, splits)](
         target,
         stats,
         q,
         cache.keys,
-        cache.values,
+        cache.value_offset // unit,
         k_scales,
         v_scales,
         table,
@@ -165,9 +177,10 @@ def paged_attention(
         q.stride(1),
         out.stride(0),
         out.stride(1),
-        *cache.keys.stride()[:3],
+        *(stride // unit for stride in cache.keys.stride()[:3]),
         *cache.scale_strides,
         FORMAT=int(cache.format),
+        UNIT=unit,
         HEAD_SIZE=head_size,
         PADDED=padded,
         BLOCK_SIZE=block_size,
