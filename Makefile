@@ -1,7 +1,7 @@
 # Every command of this repository. `make` alone lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo storm test lint format tree refresh check bench bench-resize bench-driver kernels lock clean
+.PHONY: help setup serve demo storm test lint format tree refresh check bench bench-resize bench-driver kernels bench-kernel lock clean
 
 PY := .venv/bin/python
 export MODEL HOST PORT ELASTIC
@@ -47,6 +47,9 @@ bench-resize: setup ## Measure what a resize costs while requests decode (ARGS=-
 
 bench-driver: setup ## Count and time a GPU driver's calls (without a GPU: times as published)
 	@scripts/bench driver $(ARGS)
+
+bench-kernel: setup ## Time the decode kernel against others on a GPU; skips without one (ARGS=--quick for less)
+	@scripts/kernels bench $(ARGS)
 
 kernels: setup ## Compile the attention kernels for every GPU target and judge them (ARGS='...' for scripts/kernels)
 	@scripts/kernels $(ARGS)

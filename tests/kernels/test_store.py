@@ -18,7 +18,7 @@ def test_bytes(name, dtype):
     keys[3], values[3] = 0.3, -0.7
     slots = torch.tensor([5 * 16 + 3, 16, 17, 2 * 16 + 15, 8 * 16, 31, 11 * 16 + 8])
     caches = [Cache(heads=1, head_size=24, name=name, dtype=dtype) for _ in range(2)]
-    for cache, write in zip(caches, (caches[0].store, caches[1].write), strict=True):
+    for write in (caches[0].store, caches[1].write):
         write(keys.to(dtype), values.to(dtype), slots)
     for part in ("keys", "values", "key_scales", "value_scales"):
         stored, written = (getattr(cache.views, part) for cache in caches)

@@ -6,6 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+from elastic_tools.kernels.bench import main as bench
 from elastic_tools.kernels.compiling import TARGETS
 from elastic_tools.kernels.sweep import rows_for
 from elastic_tools.pins import ROOT
@@ -13,7 +14,10 @@ from elastic_tools.pins import ROOT
 
 def main() -> int:
     """Compiles for every target, each in a process of its own. Fails where the gate does not pass."""
+    if sys.argv[1:2] == ["bench"]:
+        return bench(sys.argv[2:])
     made = argparse.ArgumentParser(prog="scripts/kernels", description=main.__doc__)
+    made.epilog = "`scripts/kernels bench`: the benchmark on a GPU."
     made.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     made.add_argument("--only", default="", help="configurations whose name has this in it")
     made.add_argument(
