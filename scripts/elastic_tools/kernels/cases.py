@@ -64,7 +64,9 @@ def cases() -> list[Case]:
 def tiles_of(case: Case) -> launch.Tiles:
     """The default tiles, on the target that is compiled for."""
     target = triton.runtime.driver.active.get_current_target()
-    return launch.tiles_for(case.head_size, case.group, 2, case.decode, target.arch if target.backend == "cuda" else 0)
+    capability = target.arch if target.backend == "cuda" else 0
+    quantised = ELEMENTS[case.cache][0] is not Format.NATIVE
+    return launch.tiles_for(case.head_size, case.group, 2, quantised, case.decode, capability)
 
 
 def _tensors(case: Case) -> dict[str, torch.Tensor]:

@@ -50,7 +50,7 @@ class CacheViews:
     @property
     def value_offset(self) -> int:
         """From the keys to the values, in elements."""
-        return self.values.storage_offset() - self.keys.storage_offset()
+        return int(self.values.storage_offset() - self.keys.storage_offset())
 
     @property
     def unit(self) -> int:

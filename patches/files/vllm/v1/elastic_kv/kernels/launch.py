@@ -8,7 +8,7 @@ import torch
 import triton
 
 from .attention import attend, reduce_splits
-from .formats import CacheViews
+from .formats import CacheViews, Format
 
 SCAN = 128  # table entries that the guard looks up at a time
 MAX_SPLITS = 32
@@ -70,13 +70,14 @@ def capability_of(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def tiles_for(head_size: int, group: int, itemsize: int, decode: bool, capability: int) -> Tiles:
+def tiles_for(head_size: int, group: int, itemsize: int, quantised: bool, decode: bool, capability: int) -> Tiles:
     """The default tiles, chosen so that registers do not spill (docs/results/kernels.md).
 
     Args:
         head_size: Elements of a head.
         group: Query heads of a KV head.
         itemsize: Bytes of a query element.
+        quantised: Whether the cache is in another format than the queries: what is read is converted in registers.
         decode: Whether every sequence has one query.
         capability: Of the device, as `capability_of` has it.
 
@@ -87,7 +88,10 @@ def tiles_for(head_size: int, group: int, itemsize: int, decode: bool, capabilit
         return Tiles(least, 32, 4, 1)
     if decode:
         return Tiles(least, 64 if padded <= 128 else 32, 8 if padded == 128 and 80 <= capability < 90 else 4, 2)
-    return Tiles(max(least, 64), 32, 4 if padded <= 128 else 8, 2)
+    wide = padded > 128
+    rows = max(least, 32 if wide and quantised else 64)
+    stages = 1 if capability >= 120 and padded != 128 and not quantised else 2
+    return Tiles(rows, 32, 8 if wide or (quantised and padded == 128) else 4, stages)
 
 
 def splits_for(programs: int, multiprocessors: int) -> int:
@@ -144,7 +148,8 @@ def paged_attention(
     decode = max_query_len <= 1
     resident = None if guard is None else guard.resident
     splits = splits if decode else 1
-    tiles = tiles or tiles_for(head_size, group, q.element_size(), decode, capability_of(q.device))
+    quantised = cache.format is not Format.NATIVE
+    tiles = tiles or tiles_for(head_size, group, q.element_size(), quantised, decode, capability_of(q.device))
     padded = triton.next_power_of_2(head_size)
     target, stats = out, None
     if splits > 1:
