@@ -234,6 +234,11 @@ class Engine:
             assert arena.attached == self.arenas[0].attached or not same_as_pool
             assert arena.reported_bytes() == arena.resident_bytes
             assert len(arena.driver.live) == arena.num_handles
+        for worker in self.model_executor.workers:
+            layout = worker.model_runner.kv_cache_config.elastic_kv
+            marked = set(layout.residency.resident.view(-1, layout.chunk_blocks).all(1).nonzero().flatten().tolist())
+            # What the kernels are told is never more than what is there.
+            assert self.pool.resident_chunks - self.pool._leaving <= marked <= layout.arena.attached
         blocks = self.resident_blocks()
         cache_config, manager = self.vllm_config.cache_config, self.scheduler.kv_cache_manager
         if not self.pool.leaving:  # a block that is freed while its chunk leaves is counted out when the chunk is

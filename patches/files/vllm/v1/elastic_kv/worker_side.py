@@ -151,7 +151,12 @@ def with_faults(worker: Any, output: Any) -> Any:
 
 def begin_detach(worker: Any, chunks: Sequence[int]) -> RankReport:
     """Start to `detach` on this rank while steps go on, which do not touch `chunks` any more."""
-    return _report(worker, lambda arena: arena.begin_detach(chunks))
+
+    def do(arena: KVArena) -> None:
+        _residency(worker).mark(chunks, False)
+        arena.begin_detach(chunks)
+
+    return _report(worker, do)
 
 
 def end_detach(worker: Any) -> RankReport | None:
@@ -160,7 +165,12 @@ def end_detach(worker: Any) -> RankReport | None:
 
     def do(arena: KVArena) -> None:
         nonlocal ended
-        ended = arena.end_detach()
+        try:
+            ended = arena.end_detach()
+        except PageDriverError:
+            # It was undone, so they have memory again.
+            _residency(worker).mark(arena.attached, True)
+            raise
 
     report = _report(worker, do)
     return report if ended else None
