@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from elastic_tools.kernels.bench import OURS, Point, Result, grid, interleaved, table, write
+from elastic_tools.kernels.bench import OURS, Point, Result, grid, interleaved, main, table, write
 from elastic_tools.pins import ROOT
 
 
@@ -79,19 +79,10 @@ def test_the_report(tmp_path):
     assert json.loads((tmp_path / "kernel-bench.json").read_text())["results"][0]["seconds"] == RESULT.seconds
 
 
-def _bench(tmp_path):
-    command = [sys.executable, "-m", "elastic_tools.kernels", "bench", "--quick", "--rounds", "5"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "scripts")}
-    return subprocess.run(
-        [*command, "--output", tmp_path], env=environment, capture_output=True, text=True, timeout=1200
-    )
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_skips_without_a_gpu(tmp_path):
-    finished = _bench(tmp_path)
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.startswith("skipped: torch finds no CUDA device")
+def test_skips_without_a_gpu(tmp_path, capsys):
+    assert main(["--quick", "--output", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("skipped: torch finds no CUDA device")
     assert not list(tmp_path.iterdir())
 
 
@@ -99,7 +90,11 @@ def test_skips_without_a_gpu(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 def test_on_a_gpu(tmp_path):
     """Every kernel computes the same, or this fails; how fast they are is not judged."""
-    finished = _bench(tmp_path)
+    command = [sys.executable, "-m", "elastic_tools.kernels", "bench", "--quick", "--rounds", "5"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "scripts")}
+    finished = subprocess.run(
+        [*command, "--output", tmp_path], env=environment, capture_output=True, text=True, timeout=1200
+    )
     assert finished.returncode == 0, finished.stderr
     results = json.loads((tmp_path / "kernel-bench.json").read_text())["results"]
     assert len(results) == len(grid(True))
