@@ -100,8 +100,6 @@ def test_compiles_and_judges(tmp_path):
     assert 16 <= compiled["ours"]["registers"] <= 255
     assert compiled["ours"]["mix"]["matrix"] > 0
     assert compiled["ours"]["scan"] > 0 == compiled["unguarded"]["scan"]
-    # The guard is ahead of the loop.
-    assert abs(compiled["ours"]["ptx_loop"] - compiled["unguarded"]["ptx_loop"]) <= 2 < compiled["ours"]["ptx_loop"]
     assert compiled["upstream"]["loop"] > 0
     assert "The gate passes" in (tmp_path / "kernels.md").read_text()
 

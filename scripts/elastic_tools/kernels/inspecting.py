@@ -41,7 +41,6 @@ class Found:
     loop: int  # instructions of the innermost loop with a matrix product
     scan: int  # of the guard's loop, 0 where there is none
     mix: dict[str, int] = field(default_factory=dict)  # of the innermost loop, by kind
-    ptx_loop: int = 0  # instructions of that loop before the assembler allocates and schedules; 0 on AMD
     parked: int = 0  # on AMD, scalar registers that wait in lanes of vector registers; no memory is touched
 
 
@@ -65,24 +64,7 @@ def inspect(kernel: Any) -> Found:
     registers = re.search(r"REG:(\d+)", usage)
     assert registers is not None, usage
     spills = sum(bool(re.search(r"\b(LDL|STL)", text)) for _, text in code)
-    found = _found(int(registers[1]), spills, kernel.metadata.shared, [text for _, text in code], loops, _SASS)
-    found.ptx_loop = _ptx_loop(kernel.asm["ptx"])
-    return found
-
-
-def _ptx_loop(text: str) -> int:
-    labels: dict[str, int] = {}
-    code: list[str] = []
-    loops = []
-    for line in map(str.strip, text.splitlines()):
-        if label := re.match(r"(\$L__BB\w+):", line):
-            labels[label[1]] = len(code)
-        elif (line.endswith(";") and line[0].isalnum()) or line.startswith("@"):
-            code.append(line)
-            jump = re.search(r"\bbra\b.*?(\$L__BB\w+)", line)
-            if jump and jump[1] in labels:
-                loops.append(code[labels[jump[1]] :])
-    return min((len(loop) for loop in loops if any("mma" in line for line in loop)), default=0)
+    return _found(int(registers[1]), spills, kernel.metadata.shared, [text for _, text in code], loops, _SASS)
 
 
 def _amd(kernel: Any) -> Found:

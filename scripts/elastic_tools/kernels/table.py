@@ -104,17 +104,16 @@ def markdown(rows: Iterable[Row], command: str) -> str:
         *(["Exceptions:", "", *excepted, ""] if excepted else []),
         "`loop`: instructions of the innermost loop, for one KV tile of `tile` positions. `scan`: of the guard's loop, "
         f"which looks at {SCAN} table entries. `guard`: the guard's instructions per KV tile against the same kernel "
-        "without it. `PTX`: instructions of the loop before NVIDIA's assembler allocates registers and schedules, with "
-        "and without the guard. `mix`: matrix/global/shared/float/integer/control instructions of the loop.",
+        "without it. `mix`: matrix/global/shared/float/integer/control instructions of the loop.",
         "",
         "A spill touches memory. Scalar registers that AMD's compiler keeps in lanes of vector registers touch none "
         f"and are not counted: up to {parked} of them.",
         "",
         "Upstream's columns are its `kernel_unified_attention` as `TRITON_ATTN` launches it; its tiles are smaller.",
         "",
-        "| target | configuration | registers | spills | shared | tile | loop | scan | guard | PTX | mix "
+        "| target | configuration | registers | spills | shared | tile | loop | scan | guard | mix "
         "| upstream: registers | spills | shared | loop |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         o, u = row.ours, row.upstream
@@ -132,7 +131,6 @@ def markdown(rows: Iterable[Row], command: str) -> str:
             o.loop,
             o.scan,
             f"{row.guard_cost:+.1%}",
-            f"{o.ptx_loop}/{row.unguarded.ptx_loop}" if o.ptx_loop else "-",
             mix,
             *theirs,
         ]
