@@ -14,6 +14,10 @@ class Exemption:
     reason: str
 
 
+ANEW = "the guard is ahead of the loop, which the compiler allocates and schedules anew"
+OUTSIDE = "outside of the loop over tiles"
+LOOP = "some of them in the loop; no tile without them has been looked for"
+
 EXEMPTIONS: tuple[Exemption, ...] = ()
 
 
