@@ -42,7 +42,7 @@ def activations(model: ModelConfig, tokens: int, tp: int = 1, sequences: int = 2
     queries, keys, values and output of attention, or for experts k (3 I + h) for the k that a token visits. The residual
     stream and the input of a layer are whole on every rank, and so are logits: only W melts away under tensor parallelism.
     Published for Qwen3-8B, vLLM pull request 48322: from 2,048 to 8,192 tokens the cache loses 3,744 tokens, 89,856 bytes for
-    each token of the step; the formula gives 90,112.
+    each token of the step; the terms in T give 90,112.
     """
     element = model.element
     attention = model.heads * (model.mla.nope + model.mla.rope + model.mla.value) if model.mla else model.qkv_width
