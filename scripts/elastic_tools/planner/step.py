@@ -1,0 +1,206 @@
+"""How long one step of the engine takes: so many tokens, so many requests that decode, so many chunks of prompts."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from elastic_tools.planner.cache import CacheDtype
+from elastic_tools.planner.hardware import GPU
+from elastic_tools.planner.model import ModelConfig
+from elastic_tools.planner.operators import ATTENTION_COMPUTE, ATTENTION_MEMORY, LAUNCH, Array, Operators, Source
+from elastic_tools.planner.tables import Tables, load
+
+MOST_TOKENS = 131_072
+GRID = np.unique(np.concatenate([2.0 ** np.arange(18), 3 * 2.0 ** np.arange(16)]))  # tokens of a step
+# Modelled: what a step costs beside the GPU's work. Scheduling and sampling overlap with it up to this rest.
+STEP_FIXED, STEP_PER_REQUEST = 0.3, 0.004  # ms
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of work in a step: its time for the tokens of ``GRID`` in ms, and how it is known."""
+
+    name: str
+    ms: Array
+    source: Source
+
+
+class StepTimes:
+    """Step times of one model on ``tp`` GPUs with one cache format. All times in ms."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        gpu: GPU,
+        dtype: CacheDtype,
+        tp: int = 1,
+        ideal: bool = False,
+        tables: Tables | None = None,
+    ) -> None:
+        model.check_tp(tp)
+        self.model, self.gpu, self.dtype, self.tp = model, gpu, dtype, tp
+        operators = Operators(gpu, tables or load(gpu))
+        self.parts = self._parts(operators)
+        total = np.sum([part.ms for part in self.parts], axis=0)
+        self._linear = [float(ms) for ms in np.interp(np.arange(MOST_TOKENS + 1), GRID, total)]
+        head = operators.gemm(GRID[GRID <= 4096], -(-model.head_rows // tp), model.hidden, 16)
+        gathered = operators.all_reduce(GRID[GRID <= 4096] * model.head_rows / 2, tp)
+        self.head = Part("logits", head.ms + gathered.ms, max(head.source, gathered.source))
+        self._head = [float(ms) for ms in np.interp(np.arange(4097), GRID[GRID <= 4096], self.head.ms)]
+        self._attention(operators, ideal)
+
+    # --- what a simulation asks for, many times ---
+
+    def linear(self, tokens: int) -> float:
+        """Everything but attention and logits in a step of ``tokens`` tokens."""
+        if tokens <= MOST_TOKENS:
+            return self._linear[tokens]
+        return self._linear[-1] * tokens / MOST_TOKENS
+
+    def decode(self, requests: int, context: float) -> float:
+        """Attention of ``requests`` requests with ``context`` tokens each on average."""
+        if not requests:
+            return 0.0
+        total = 0.0
+        for window, layers, grid in self._decode:
+            total += layers * _look_up(grid, requests, min(context, window) if window else context)
+        return total
+
+    def prefill(self, tokens: int, before: int) -> float:
+        """Attention of a chunk of ``tokens`` tokens that follows ``before`` tokens of its prompt.
+
+        The share of the work of the whole prompt so far; at least what reading the cache takes.
+        """
+        whole = tokens + before
+        total = 0.0
+        for window, layers, _ in self._decode:
+            if window and whole > window:
+                seen = self._causal(window)
+                each = 2 * seen * tokens / window if before >= window else seen * (1 + 2 * (whole - window) / window)
+            else:
+                each = self._causal(whole) * (1 - (before / whole) ** 2)
+            total += layers * each
+        return max(total, self.decode(1, whole)) if before else total
+
+    def step(self, decoding: int, context: float, chunks: list[tuple[int, int]]) -> float:
+        """A step in which ``decoding`` requests decode and ``chunks`` of prompts, (tokens, before), are computed."""
+        tokens = decoding + sum(size for size, _ in chunks)
+        requests = decoding + len(chunks)
+        time = self.linear(tokens) + self._head[min(requests, 4096)] + self.decode(decoding, context)
+        for size, before in chunks:
+            time += self.prefill(size, before)
+        return time + STEP_FIXED + STEP_PER_REQUEST * requests
+
+    # --- what goes into it ---
+
+    def _parts(self, operators: Operators) -> list[Part]:
+        model, tp = self.model, self.tp
+        sums: dict[str, Array] = {}
+        sources: dict[str, Source] = {}
+
+        def add(name: str, ms: Array, source: Source, times: int = 1) -> None:
+            sums[name] = sums.get(name, np.zeros_like(GRID)) + ms * times
+            sources[name] = max(sources.get(name, Source.MEASURED), source)
+
+        kinds = {model.has_experts(layer): 0 for layer in range(model.layers)}
+        for layer in range(model.layers):
+            kinds[model.has_experts(layer)] += 1
+        for experts, count in kinds.items():
+            layer = next(layer for layer in range(model.layers) if model.has_experts(layer) is experts)
+            for linear in model.attention_linears(tp) + model.mlp_linears(layer, tp):
+                timed = operators.gemm(GRID, linear.n, linear.k, _format(linear.bits))
+                add("attention projections" if linear.name in _ATTENTION else "MLP", timed.ms, timed.source, count)
+            width = model.intermediate
+            if experts and model.moe:
+                moe = model.moe
+                timed = operators.experts(GRID, model.hidden, moe.width, moe.active, moe.experts, tp, _format(model.bits_stored))
+                add("experts", timed.ms, timed.source, count)
+                width = moe.shared_width
+            moved = GRID * model.element * (8 * model.hidden + (2 * model.qkv_width + 3 * width) / tp)
+            timed = operators.elementwise(moved, 5)
+            add("norms, rotation, activation", timed.ms, timed.source, count)
+            timed = operators.all_reduce(GRID * model.hidden, tp)
+            add("all-reduce", timed.ms, timed.source, 2 * count)
+        return [Part(name, sums[name], sources[name]) for name in sums]
+
+    def _attention(self, operators: Operators, ideal: bool) -> None:
+        model, tp = self.model, self.tp
+        windows = sorted(set(model.windows))
+        skipped = 2 * self.dtype.skip if self.dtype.skip else 0
+        if model.mla:
+            grid, self._prefill_line, source = self._latent(operators)
+            self._decode = [(0, model.layers, grid)]
+            self.attention_source = self.prefill_source = source
+            return
+        heads, kv_heads = model.heads // tp, model.kv_heads_on(tp)
+        grid_array, _, _, source = operators.decode(self.dtype, heads, kv_heads, model.head_dim, ideal)
+        if skipped:
+            from elastic_tools.planner.cache import DTYPES
+
+            plain, _, _, _ = operators.decode(DTYPES["auto"], heads, kv_heads, model.head_dim)
+            grid_array = (grid_array * (model.layers - skipped) + plain * skipped) / model.layers
+        grid = _logs(grid_array)
+        self._decode = [(window, model.windows.count(window), grid) for window in windows]
+        self.attention_source = max(source, Source.MODELLED if any(windows) else source)
+        prefill = operators.prefill(GRID, heads, kv_heads, model.head_dim)
+        self._prefill_line = [float(ms) for ms in prefill.ms]
+        self.prefill_source = prefill.source
+
+    def _latent(self, operators: Operators) -> tuple[list[list[float]], list[float], Source]:
+        """MLA from a roofline: its measurements are of other widths."""
+        mla, model = self.model.mla, self.model
+        assert mla is not None
+        width = mla.kv_rank + mla.rope
+        size = self.dtype.latent(width) if self.dtype.latent else width * model.element
+        heads = model.heads // self.tp
+        work = 2.0 ** np.arange(12)[:, None] * 2.0 ** np.arange(19)[None, :]
+        compute = 2 * work * heads * (width + mla.kv_rank) / (self.gpu.flops[16] * ATTENTION_COMPUTE) * 1e3
+        grid = np.maximum(np.asarray(operators.stream(work * size, ATTENTION_MEMORY)), compute) + 10 * LAUNCH
+        flops = GRID**2 * heads * (mla.nope + mla.rope + mla.value)
+        line = flops / (self.gpu.flops[16] * ATTENTION_COMPUTE) * 1e3 + 5 * LAUNCH
+        return _logs(grid), [float(ms) for ms in line], Source.MODELLED
+
+    def _causal(self, length: float) -> float:
+        """Attention of one layer over a prompt of ``length`` tokens."""
+        if length > GRID[-1]:
+            return self._prefill_line[-1] * (length / GRID[-1]) ** 2
+        position = int(np.searchsorted(GRID, length))
+        if GRID[position] == length:
+            return self._prefill_line[position]
+        low, high = GRID[position - 1], GRID[position]
+        share = math.log(length / low) / math.log(high / low)
+        a, b = self._prefill_line[position - 1], self._prefill_line[position]
+        return float(a ** (1 - share) * b**share)
+
+    def sources(self) -> dict[str, Source]:
+        """How each kind of work is known."""
+        known = {part.name: part.source for part in [*self.parts, self.head]}
+        return known | {"decode attention": self.attention_source, "prefill attention": self.prefill_source}
+
+
+_ATTENTION = {"qkv", "o", "q", "q_a", "q_b", "kv_a", "kv_b"}
+
+
+def _format(bits: float) -> float:
+    """Bits as the operators know them."""
+    return int(bits) if bits == int(bits) else bits
+
+
+def _logs(grid: Array) -> list[list[float]]:
+    return [[float(value) for value in row] for row in np.log2(grid)]
+
+
+def _look_up(grid: list[list[float]], requests: float, context: float) -> float:
+    """Bilinear in logarithms, on axes that are powers of two; beyond them time grows with the work."""
+    x, y = math.log2(requests), math.log2(max(context, 1.0))
+    beyond = 1.0
+    if x > 11:
+        beyond, x = requests / 2048, 11.0
+    if y > 18:
+        beyond, y = beyond * context / 2**18, 18.0
+    i, j = min(int(x), 10), min(int(y), 17)
+    a, b = x - i, y - j
+    low, high = grid[i], grid[i + 1]
+    value = (low[j] * (1 - b) + low[j + 1] * b) * (1 - a) + (high[j] * (1 - b) + high[j + 1] * b) * a
+    return beyond * 2.0**value
