@@ -1,7 +1,8 @@
 """Bytes of the KV cache, as this vLLM lays them out: per token, per block, per request.
 
-The sizes follow ``vllm/v1/kv_cache_interface.py`` and the attention backends' ``customize_spec``; ``tests/planner`` compares
-them with those classes. A layer's page holds ``block_size`` tokens of ``slots`` KV heads of ``content`` bytes each.
+The sizes follow ``vllm/v1/kv_cache_interface.py`` and the attention backends' ``customize_spec``; ``tests/planner``
+compares them with those classes. A layer's page holds ``block_size`` tokens of ``slots`` KV heads of ``content`` bytes
+each.
 """
 
 from collections import Counter
@@ -31,10 +32,11 @@ def _turboquant(key_bits: int, value_bits: int) -> Callable[[int], int]:
 class CacheDtype:
     """A cache format.
 
-    ``content(dim)`` is what a key and a value of ``dim`` elements take together, in bytes; None for the model's own type.
-    ``bits`` is the nominal size of an element. ``latent(dim)`` is the same for the one latent vector of MLA, or None where
-    vLLM has no such format. ``skip`` is the number of layers at either end that stay uncompressed. ``least_sm`` is the
-    compute capability that vLLM's kernels need, times ten. ``quality`` orders formats from exact (0) to coarse.
+    ``content(dim)`` is what a key and a value of ``dim`` elements take together, in bytes; None for the model's own
+    type. ``bits`` is the nominal size of an element. ``latent(dim)`` is the same for the one latent vector of MLA, or
+    None where vLLM has no such format. ``skip`` is the number of layers at either end that stay uncompressed.
+    ``least_sm`` is the compute capability that vLLM's kernels need, times ten. ``quality`` orders formats from exact
+    (0) to coarse.
     """
 
     name: str
@@ -104,8 +106,8 @@ def layer_token_bytes(model: ModelConfig, dtype: CacheDtype, tp: int, layer: int
 class KVLayout:
     """The KV cache of one rank.
 
-    Layers with the same window form groups. A block holds one page for each layer of the largest group, and a request takes
-    blocks for every group by itself, so a block id is never shared between groups.
+    Layers with the same window form groups. A block holds one page for each layer of the largest group, and a request
+    takes blocks for every group by itself, so a block id is never shared between groups.
     """
 
     block: int  # tokens
@@ -148,7 +150,8 @@ def kv_layout(model: ModelConfig, dtype: CacheDtype, tp: int = 1, block: int = B
             f"{model.name} mixes sliding windows, and {dtype.name} leaves layers uncompressed; the planner does not know "
             "how vLLM would lay that out. The nearest is int4_per_token_head."
         )
-    # vLLM makes groups of equal length: as long as the smallest kind, or the largest where they differ by less than half.
+    # vLLM makes groups of equal length: as long as the smallest kind, or the largest where they differ by less than
+    # half.
     least, most = min(windows.values()), max(windows.values())
     length = most if most < 1.5 * least else least
     groups = tuple((window, -(-count // length)) for window, count in sorted(windows.items()))

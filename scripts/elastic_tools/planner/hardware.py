@@ -1,7 +1,7 @@
 """The GPUs that the planner knows: ``configs/hardware.toml``."""
 
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from elastic_tools.pins import ROOT
 from elastic_tools.planner.errors import PlanError, nearest, positive
@@ -13,15 +13,15 @@ TABLE = ROOT / "configs" / "hardware.toml"
 class GPU:
     """One GPU and what it costs.
 
-    ``memory`` is what the CUDA runtime reports as total, in bytes; ``bandwidth`` in bytes/s; ``flops`` in dense FLOP/s by
-    bits of an element; ``link`` in bytes/s and direction; ``tables`` names its measured data in ``aiconfigurator-core``.
-    ``price`` is dollars for one GPU and hour.
+    ``memory`` is what the CUDA runtime reports as total, in bytes; ``bandwidth`` in bytes/s; ``flops`` in dense FLOP/s
+    by bits of an element; ``link`` in bytes/s and direction; ``tables`` names its measured data in
+    ``aiconfigurator-core``. ``price`` is dollars for one GPU and hour.
     """
 
     name: str
     memory: int
     bandwidth: float
-    flops: dict[int, float]
+    flops: dict[int, float] = field(hash=False)
     link: float
     sm: int
     tables: str

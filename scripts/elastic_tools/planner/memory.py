@@ -37,18 +37,20 @@ class Activations:
 def activations(model: ModelConfig, tokens: int, tp: int = 1, sequences: int = 256) -> Activations:
     """The most that a step of ``tokens`` tokens keeps alive on one rank.
 
-    reserve(T) = 2 T h e + max(T e W / tp, S V 10), with h the hidden size, e the bytes of an element, S the sequences that
-    are sampled, V the vocabulary, and W the widest moment of a layer: 3 I in a gated MLP (gate, up and their product), or
-    queries, keys, values and output of attention, or for experts k (3 I + h) for the k that a token visits. The residual
-    stream and the input of a layer are whole on every rank, and so are logits: only W melts away under tensor parallelism.
-    Published for Qwen3-8B, vLLM pull request 48322: from 2,048 to 8,192 tokens the cache loses 3,744 tokens, 89,856 bytes for
-    each token of the step; the terms in T give 90,112.
+    reserve(T) = 2 T h e + max(T e W / tp, S V 10), with h the hidden size, e the bytes of an element, S the sequences
+    that are sampled, V the vocabulary, and W the widest moment of a layer: 3 I in a gated MLP (gate, up and their
+    product), or queries, keys, values and output of attention, or for experts k (3 I + h) for the k that a token
+    visits. The residual stream and the input of a layer are whole on every rank, and so are logits: only W melts away
+    under tensor parallelism. Published for Qwen3-8B, vLLM pull request 48322: from 2,048 to 8,192 tokens the cache
+    loses 3,744 tokens, 89,856 bytes for each token of the step; the terms in T give 90,112.
     """
     element = model.element
     attention = model.heads * (model.mla.nope + model.mla.rope + model.mla.value) if model.mla else model.qkv_width
     wide = max(3 * model.intermediate, attention + model.heads * model.head_dim)
     if model.moe:
-        wide = max(wide if model.dense_layers else 0, 3 * model.moe.shared_width, model.moe.active * 3 * model.moe.width)
+        wide = max(
+            wide if model.dense_layers else 0, 3 * model.moe.shared_width, model.moe.active * 3 * model.moe.width
+        )
         wide += model.moe.active * model.hidden * tp  # the output of every expert is whole on every rank
     return Activations(
         hidden=2 * tokens * model.hidden * element,
@@ -112,7 +114,8 @@ def budget(
 ) -> Budget:
     """The memory of one of ``tp`` ranks when steps have up to ``chunk`` tokens and ``sequences`` requests.
 
-    Raises ``PlanError`` for sizes that vLLM refuses. That the weights do not fit is no error: ``cache`` is negative then.
+    Raises ``PlanError`` for sizes that vLLM refuses. That the weights do not fit is no error: ``cache`` is negative
+    then.
     """
     if not 0 < utilization <= 1:
         raise PlanError(f"A GPU memory utilization of {utilization:g} cannot be: it is a share above 0 and up to 1.")

@@ -202,7 +202,9 @@ def load_model(source: str, weights: str | None = None) -> ModelConfig:
         by_name = {name.lower(): name for name in presets()}
         if source.lower() not in by_name:
             near = nearest(source, presets())
-            raise PlanError(f"There is no model {source!r}: give the path of a config.json, or a preset such as {near}.")
+            raise PlanError(
+                f"There is no model {source!r}: give the path of a config.json, or a preset such as {near}."
+            )
         source = by_name[source.lower()]
         path = PRESETS / f"{source}.json"
     try:
@@ -275,7 +277,9 @@ def parse(name: str, raw: Any) -> ModelConfig:
 
 def parse_moe(name: str, config: dict[str, Any]) -> MoE | None:
     """The experts, whatever the family calls them."""
-    experts = next((config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)), 0)
+    experts = next(
+        (config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)), 0
+    )
     if not experts:
         return None
     if "num_experts_per_tok" not in config:

@@ -1,8 +1,9 @@
 """How long one operator takes on one GPU, in milliseconds, and how that is known.
 
-Measured: the shape is in the table. Interpolated: between shapes of the table, logarithm against logarithm. Modelled: outside
-of the table, or a roofline with the efficiencies below. A table repeats one operator, so small operands can stay in the L2
-cache, which they cannot between the layers of a model; hence no time is below what the memory's bandwidth allows.
+Measured: the shape is in the table. Interpolated: between shapes of the table, logarithm against logarithm. Modelled:
+outside of the table, or a roofline with the efficiencies below. A table repeats one operator, so small operands can
+stay in the L2 cache, which they cannot between the layers of a model; hence no time is below what the memory's
+bandwidth allows.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from elastic_tools.planner.hardware import GPU
 from elastic_tools.planner.tables import Tables
 
 Array = npt.NDArray[np.float64]
+BATCH: Array = np.array([2.0**n for n in range(12)])  # the axes of decode attention
+CONTEXT: Array = np.array([2.0**n for n in range(19)])
 
 # Shares of the data sheet that a roofline assumes.
 STREAM = 0.92  # the most of its bandwidth that a GPU delivers
@@ -27,8 +30,8 @@ LAUNCH = 0.002  # ms that a small kernel takes at least inside a CUDA graph
 # Time of decode attention with a cache format that was not measured, as a multiple of its time with a 16-bit cache.
 # fp8 on an A100: the mean of what was measured on H100, H200 and L40S. Per-token-head formats: vLLM pull request 40633
 # (512 tokens in, 128 out, 100 at a time: 7% and 16% on the whole token time), an attention share of a quarter assumed.
-# TurboQuant: pull request 38479 (Qwen3-4B on an H100, 80 at a time, 3 bit: 10.17 ms a token become 24.10, of which 16-bit
-# attention is about 2) and 40858 (an H200: 7 times the time of fp8).
+# TurboQuant: pull request 38479 (Qwen3-4B on an H100, 80 at a time, 3 bit: 10.17 ms a token become 24.10, of which
+# 16-bit attention is about 2) and 40858 (an H200: 7 times the time of fp8).
 DEQUANTISATION = {
     "fp8": 0.7,
     "fp8_e4m3": 0.7,
@@ -149,31 +152,31 @@ class Operators:
         ms = _along(axis[known], line[known], lengths, power=2.0)
         return Timed(ms, max(source, Source.INTERPOLATED))
 
-    def decode(self, dtype: CacheDtype, heads: int, kv_heads: int, dim: int, ideal: bool = False) -> tuple[Array, Array, Array, Source]:
-        """Decode attention of one layer: a grid [batch, context] of times with its two axes, all powers of two.
+    def decode(
+        self, dtype: CacheDtype, heads: int, kv_heads: int, dim: int, ideal: bool = False
+    ) -> tuple[Array, Source]:
+        """Decode attention of one layer: a grid [batch, context] of times, on axes that are powers of two.
 
         ``ideal`` takes a compressed cache to cost what its bytes cost, as if dequantisation were free.
         """
-        plain = dtype.content is None or dtype.bits == 16
         measured = "fp8" if dtype.name in ("fp8", "fp8_e4m3") else "bfloat16"
         if f"decode/{dim}/{measured}" not in self.arrays:
             measured = "bfloat16"
-        batch, context = 2.0 ** np.arange(12), 2.0 ** np.arange(19)
-        grid, source = self._decode_grid(f"decode/{dim}/{measured}", batch, context, heads, kv_heads, dim)
-        size = dtype.content(dim) if dtype.content else 4 * dim
-        floor = np.asarray(self.stream(batch[:, None] * context[None, :] * kv_heads * size))
-        if plain:
-            return np.maximum(grid, np.asarray(self.stream(batch[:, None] * context * kv_heads * 4 * dim))), batch, context, source
+        grid, source = self._decode_grid(f"decode/{dim}/{measured}", heads, kv_heads, dim)
+        tokens = BATCH[:, None] * CONTEXT[None, :] * kv_heads
+        base = np.maximum(grid, np.asarray(self.stream(tokens * 4 * dim)))
+        if dtype.content is None or dtype.bits == 16:
+            return base, source
+        size = dtype.content(dim)
+        floor = np.asarray(self.stream(tokens * size))
         if measured == "fp8":
-            return np.maximum(grid, floor), batch, context, source
+            return np.maximum(grid, floor), source
         factor = size / (4 * dim) if ideal else DEQUANTISATION[dtype.name]
-        base = np.maximum(grid, np.asarray(self.stream(batch[:, None] * context * kv_heads * 4 * dim)))
         start = base[:, :1]  # what a call costs whatever the context
-        return np.maximum(start + (base - start) * factor, floor), batch, context, Source.MODELLED
+        return np.maximum(start + (base - start) * factor, floor), Source.MODELLED
 
-    def _decode_grid(
-        self, name: str, batch: Array, context: Array, heads: int, kv_heads: int, dim: int
-    ) -> tuple[Array, Source]:
+    def _decode_grid(self, name: str, heads: int, kv_heads: int, dim: int) -> tuple[Array, Source]:
+        batch, context = BATCH, CONTEXT
         size = batch[:, None] * context[None, :] * kv_heads * 4 * dim
         model = np.asarray(self.stream(size, ATTENTION_MEMORY)) + 5 * LAUNCH
         if name not in self.arrays:
@@ -225,11 +228,11 @@ def _bilinear(grid: Array, n_axis: Array, k_axis: Array, n: float, k: float) -> 
         parts.append((low, high, float(share)))
     (n0, n1, a), (k0, k1, b) = parts
     logs = np.log(grid)
-    low = logs[:, n0, k0] if not b else logs[:, n0, k0] * (1 - b) + logs[:, n0, k1] * b
+    left = logs[:, n0, k0] if not b else logs[:, n0, k0] * (1 - b) + logs[:, n0, k1] * b
     if not a:
-        return np.exp(low) * scale, source
-    high = logs[:, n1, k0] if not b else logs[:, n1, k0] * (1 - b) + logs[:, n1, k1] * b
-    return np.exp(low * (1 - a) + high * a) * scale, source
+        return np.exp(left) * scale, source
+    right = logs[:, n1, k0] if not b else logs[:, n1, k0] * (1 - b) + logs[:, n1, k1] * b
+    return np.exp(left * (1 - a) + right * a) * scale, source
 
 
 def _heads(grid: Array, axis: Array, heads: float) -> tuple[Array, Source]:

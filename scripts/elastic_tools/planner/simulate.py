@@ -1,9 +1,9 @@
 """A discrete-event simulation of continuous batching with chunked prefill, preemption and a KV pool that changes size.
 
-It schedules as vLLM's V1 scheduler does: first the requests that run, one token each for those that decode; then those whose
-prompt is not through, then waiting ones, as far as the token budget, the number of sequences and the blocks reach. Where blocks
-run out, the request that came last is preempted and computed again later. Steps in which requests only decode are taken in one
-go up to the next event. Times are seconds here, and the same seed gives the same result.
+It schedules as vLLM's V1 scheduler does: first the requests that run, one token each for those that decode; then those
+whose prompt is not through, then waiting ones, as far as the token budget, the number of sequences and the blocks
+reach. Where blocks run out, the request that came last is preempted and computed again later. Steps in which requests
+only decode are taken in one go up to the next event. Times are seconds here, and the same seed gives the same result.
 """
 
 import heapq
@@ -23,8 +23,8 @@ LONGEST_JUMP = 256  # decode steps taken in one go
 class Loan:
     """An elastic reserve: ``blocks`` that the pool has on top while no step has more than ``tokens`` tokens of prompts.
 
-    Taking them back pauses the engine for ``pause`` seconds. Where they hold live tokens they stay, and prompts run in chunks
-    of ``tokens`` instead.
+    Taking them back pauses the engine for ``pause`` seconds. Where they hold live tokens they stay, and prompts run in
+    chunks of ``tokens`` instead.
     """
 
     blocks: int
@@ -85,7 +85,9 @@ class _Counters:
 
 
 class Simulation:
-    """One run over a list of requests; ``concurrency`` of them are in the system at a time, or they come as they arrive."""
+    """One run over a list of requests; ``concurrency`` of them are in the system at a time, or they come as they
+    arrive.
+    """
 
     def __init__(self, engine: Engine, requests: list[Request], concurrency: int | None) -> None:
         self.engine, self.concurrency = engine, concurrency
@@ -136,7 +138,7 @@ class Simulation:
                 self.now = max(self.now, self.coming[0].arrived)
                 continue
             self._resize()
-            chunks, budget = self._schedule()
+            chunks = self._schedule()
             if chunks or not self.decoding:
                 if not chunks and not self.decoding:
                     self._stuck()
@@ -166,13 +168,12 @@ class Simulation:
         while self.used() > self.capacity and (self.filling or self.decoding):
             self._preempt()
 
-    def _schedule(self) -> tuple[list[tuple[Request, int]], int]:
+    def _schedule(self) -> list[tuple[Request, int]]:
         """The chunks of prompts of the next step."""
         engine = self.engine
         while self.decoding and self.used(1) > self.capacity:
-            if self.lent or not self._preempt():
-                if not self._preempt():
-                    break
+            if not self._preempt():
+                break
         budget = engine.chunk - len(self.decoding)
         wanted = sum(r.prompt - r.done for r in self.filling) + (self.waiting[0].prompt if self.waiting else 0)
         if engine.loan:
@@ -181,9 +182,9 @@ class Simulation:
         chunks = []
         for request in self.filling:
             size = min(request.prompt - request.done, budget)
-            grows = engine.layout.request_blocks(request.done + max(size, 1), engine.chunk) - engine.layout.request_blocks(
-                max(1, request.done), engine.chunk
-            )
+            grows = engine.layout.request_blocks(
+                request.done + max(size, 1), engine.chunk
+            ) - engine.layout.request_blocks(max(1, request.done), engine.chunk)
             if size > 0 and grows <= free:
                 chunks.append((request, size))
                 budget, free = budget - size, free - grows
@@ -197,7 +198,7 @@ class Simulation:
             self.filling.append(request)
             chunks.append((request, size))
             budget, free = budget - size, free - needs
-        return chunks, budget
+        return chunks
 
     def _settle(self, loan: Loan, budget: int, wanted: int) -> int:
         """Takes the loan back before a large prefill, or keeps prompts small; gives it again when there is none."""

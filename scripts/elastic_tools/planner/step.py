@@ -58,6 +58,14 @@ class StepTimes:
             return self._linear[tokens]
         return self._linear[-1] * tokens / MOST_TOKENS
 
+    def part(self, part: Part, tokens: int) -> float:
+        """One kind of work in a step of ``tokens`` tokens."""
+        return float(np.interp(tokens, GRID, part.ms))
+
+    def logits(self, requests: int) -> float:
+        """The output head for ``requests`` requests."""
+        return self._head[min(requests, 4096)]
+
     def decode(self, requests: int, context: float) -> float:
         """Attention of ``requests`` requests with ``context`` tokens each on average."""
         if not requests:
@@ -87,7 +95,7 @@ class StepTimes:
         """A step in which ``decoding`` requests decode and ``chunks`` of prompts, (tokens, before), are computed."""
         tokens = decoding + sum(size for size, _ in chunks)
         requests = decoding + len(chunks)
-        time = self.linear(tokens) + self._head[min(requests, 4096)] + self.decode(decoding, context)
+        time = self.linear(tokens) + self.logits(requests) + self.decode(decoding, context)
         for size, before in chunks:
             time += self.prefill(size, before)
         return time + STEP_FIXED + STEP_PER_REQUEST * requests
@@ -114,7 +122,9 @@ class StepTimes:
             width = model.intermediate
             if experts and model.moe:
                 moe = model.moe
-                timed = operators.experts(GRID, model.hidden, moe.width, moe.active, moe.experts, tp, _format(model.bits_stored))
+                timed = operators.experts(
+                    GRID, model.hidden, moe.width, moe.active, moe.experts, tp, _format(model.bits_stored)
+                )
                 add("experts", timed.ms, timed.source, count)
                 width = moe.shared_width
             moved = GRID * model.element * (8 * model.hidden + (2 * model.qkv_width + 3 * width) / tp)
@@ -134,11 +144,11 @@ class StepTimes:
             self.attention_source = self.prefill_source = source
             return
         heads, kv_heads = model.heads // tp, model.kv_heads_on(tp)
-        grid_array, _, _, source = operators.decode(self.dtype, heads, kv_heads, model.head_dim, ideal)
+        grid_array, source = operators.decode(self.dtype, heads, kv_heads, model.head_dim, ideal)
         if skipped:
             from elastic_tools.planner.cache import DTYPES
 
-            plain, _, _, _ = operators.decode(DTYPES["auto"], heads, kv_heads, model.head_dim)
+            plain, _ = operators.decode(DTYPES["auto"], heads, kv_heads, model.head_dim)
             grid_array = (grid_array * (model.layers - skipped) + plain * skipped) / model.layers
         grid = _logs(grid_array)
         self._decode = [(window, model.windows.count(window), grid) for window in windows]

@@ -1,7 +1,8 @@
 """Operator times that were measured on GPUs, from the data of ``aiconfigurator-core``.
 
-The package keeps them as Parquet files, which take seconds to read. The first use turns what the planner needs of one GPU into
-one NumPy file under ``.cache``; after that a plan reads it in milliseconds. Times are milliseconds, axes are sorted.
+The package keeps them as Parquet files, which take seconds to read. The first use turns what the planner needs of one
+GPU into one NumPy file under ``.cache``; after that a plan reads it in milliseconds. Times are milliseconds, axes are
+sorted.
 """
 
 import importlib.metadata
@@ -28,9 +29,9 @@ SKEW = "power_law_1.01"  # how unevenly tokens choose experts, as measured
 class Tables:
     """What was measured on one GPU.
 
-    ``arrays`` maps names to grids: ``gemm/<dtype>`` [m, n, k], ``context/<head dim>/<cache>`` [heads, KV heads, length],
-    ``decode/<head dim>/<cache>`` [heads, KV heads, batch, context], ``allreduce`` [GPUs, elements], each with its axes under
-    ``<name>/<axis>``; ``moe/<dtype>`` is a list of rows. A grid point that was not measured is NaN.
+    ``arrays`` maps names to grids: ``gemm/<dtype>`` [m, n, k], ``context/<head dim>/<cache>`` [heads, KV heads,
+    length], ``decode/<head dim>/<cache>`` [heads, KV heads, batch, context], ``allreduce`` [GPUs, elements], each with
+    its axes under ``<name>/<axis>``; ``moe/<dtype>`` is a list of rows. A grid point that was not measured is NaN.
     """
 
     gpu: str
@@ -86,7 +87,7 @@ def build(gpu: GPU, path: Path) -> None:
         arrays[f"moe/{dtype}"] = np.stack([experts[name][chosen].astype(float) for name in columns], axis=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new.npz")
-    np.savez_compressed(temporary, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+    np.savez_compressed(temporary, allow_pickle=False, **arrays)
     temporary.replace(path)
 
 
@@ -95,7 +96,9 @@ def rows_of(root: Path, family: str, engine: str | None, name: str) -> dict[str,
     from pyarrow import parquet
 
     if engine is None:
-        found = sorted((root / family / "vllm").glob(f"*/{name}.parquet"), key=lambda p: [*map(int, p.parts[-2].split("."))])
+        found = sorted(
+            (root / family / "vllm").glob(f"*/{name}.parquet"), key=lambda p: [*map(int, p.parts[-2].split("."))]
+        )
         path = found[-1]
     else:
         path = root / family / "vllm" / engine / f"{name}.parquet"
@@ -146,7 +149,9 @@ def add_attention(
 
 
 def fill(grid: Array, axis: Array) -> None:
-    """Fills holes along the first axis in place, by interpolating logarithms; what has no neighbour on a side stays NaN."""
+    """Fills holes along the first axis in place, by interpolating logarithms; what has no neighbour on a side stays
+    NaN.
+    """
     for position in np.ndindex(grid.shape[1:]):
         line = grid[(slice(None), *position)]  # a view
         known = ~np.isnan(line)

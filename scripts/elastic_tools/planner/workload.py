@@ -9,7 +9,9 @@ from elastic_tools.planner.errors import PlanError, positive
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of token counts: ``spread`` is 0 for a fixed length, else the sigma of a log-normal around ``median``."""
+    """A distribution of token counts: ``spread`` is 0 for a fixed length, else the sigma of a log-normal around
+    ``median``.
+    """
 
     median: int
     spread: float = 0.0
@@ -43,8 +45,9 @@ def parse_lengths(name: str, text: str) -> Lengths:
 class Workload:
     """Requests.
 
-    Either ``rate`` requests arrive in a second at random, or ``concurrency`` are in the system all the time, or neither is given
-    and a plan takes as many as it can within the SLOs (``ttft`` and ``tpot``, in ms, at the 90th percentile; None for any).
+    Either ``rate`` requests arrive in a second at random, or ``concurrency`` are in the system all the time, or
+    neither is given and a plan takes as many as it can within the SLOs (``ttft`` and ``tpot``, in ms, at the 90th
+    percentile; None for any).
     """
 
     prompt: Lengths
@@ -57,7 +60,12 @@ class Workload:
     def __post_init__(self) -> None:
         if self.rate is not None and self.concurrency is not None:
             raise PlanError("A rate and a concurrency were both given; give one of them.")
-        for name, value in (("rate", self.rate), ("concurrency", self.concurrency), ("TTFT", self.ttft), ("TPOT", self.tpot)):
+        for name, value in (
+            ("rate", self.rate),
+            ("concurrency", self.concurrency),
+            ("TTFT", self.ttft),
+            ("TPOT", self.tpot),
+        ):
             if value is not None:
                 positive(f"The {name}", value)
 

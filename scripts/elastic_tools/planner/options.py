@@ -1,0 +1,177 @@
+"""Command-line options that describe a model, GPUs and a workload, and what they mean."""
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from elastic_tools.planner.cache import CacheDtype, cache_dtype
+from elastic_tools.planner.errors import PlanError, nearest
+from elastic_tools.planner.estimate import Plan
+from elastic_tools.planner.hardware import GPU, gpu, gpus
+from elastic_tools.planner.memory import UTILIZATION
+from elastic_tools.planner.model import ModelConfig, load_model
+from elastic_tools.planner.workload import WORKLOADS, Workload, parse_lengths
+
+
+@dataclass(frozen=True)
+class Question:
+    """What was asked: one model, a workload, and the plans that are open. The first of each is what a single plan
+    takes.
+    """
+
+    model: ModelConfig
+    gpus: tuple[GPU, ...]
+    tps: tuple[int, ...]
+    caches: tuple[CacheDtype, ...]
+    chunks: tuple[int | None, ...]
+    workload: Workload
+    sequences: int | None
+    utilization: float
+    seed: int
+
+    def plan(self, device: GPU, tp: int, dtype: CacheDtype, chunk: int | None = None) -> Plan:
+        """A plan with the limits that were given. Without --sequences, as many as the chunk allows."""
+        sequences = self.sequences or min(device.max_seqs, chunk or device.chunk)
+        return Plan(self.model, device, dtype, tp, chunk, sequences, self.utilization)
+
+    def plans(self) -> list[Plan]:
+        """Every combination that vLLM takes; tensor parallel sizes that the model cannot have are left out."""
+        return [
+            self.plan(device, tp, dtype, chunk)
+            for device in self.gpus
+            for tp in self.tps
+            if self.model.tp_problem(tp) is None
+            for dtype in self.caches
+            if device.sm >= dtype.least_sm
+            for chunk in self.chunks
+        ]
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """What is served."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model", required=True, help="a config.json, a folder with one, or a preset (`scripts/plan models`)"
+    )
+    group.add_argument("--weights", metavar="TYPE", help="precision of the linear layers: bf16, fp8, int8, int4")
+
+
+def add_hardware(parser: argparse.ArgumentParser, several: bool) -> None:
+    """What it is served on."""
+    group = parser.add_argument_group("hardware and engine")
+    many = "+" if several else None
+    names = list(gpus())
+    group.add_argument("--gpu", nargs=many, default=names if several else "H100", help=f"{', '.join(names)}")
+    group.add_argument(
+        "--tp", type=int, nargs=many, default=[1, 2, 4, 8] if several else 1, help="tensor parallel size"
+    )
+    default = ["auto", "fp8", "int8", "int4"] if several else "auto"
+    group.add_argument(
+        "--cache", nargs=many, default=default, help="cache dtype: vLLM's names, or bf16, int8, int4, 3bit"
+    )
+    group.add_argument(
+        "--chunk", type=int, nargs=many, default=[None] if several else None, help="most tokens of a step"
+    )
+    group.add_argument("--sequences", type=int, help="most requests of a step")
+    group.add_argument(
+        "--utilization", type=float, default=UTILIZATION, help="share of the memory (default %(default)s)"
+    )
+    group.add_argument("--price", action="append", default=[], metavar="[GPU=]$", help="dollars for one GPU and hour")
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """What comes."""
+    group = parser.add_argument_group("workload")
+    group.add_argument(
+        "--workload", default="chat", help=f"{', '.join(WORKLOADS)} (default %(default)s); the rest overrides it"
+    )
+    group.add_argument(
+        "--prompt-tokens", metavar="N[~S]", help="median length, and the sigma of a log-normal around it"
+    )
+    group.add_argument("--output-tokens", metavar="N[~S]", help="the same for the answer")
+    group.add_argument("--rate", type=float, help="requests that arrive in a second")
+    group.add_argument(
+        "--concurrency", type=int, help="requests in the system at a time; default: as many as keep the SLOs"
+    )
+    group.add_argument("--ttft", type=float, metavar="MS", help="SLO: time to the first token at the 90th percentile")
+    group.add_argument(
+        "--tpot", type=float, metavar="MS", help="SLO: time for each further token at the 90th percentile"
+    )
+    group.add_argument("--no-slo", action="store_true", help="any latency will do")
+    group.add_argument("--seed", type=int, default=0, help="of the simulation (default %(default)s)")
+
+
+def add_output(parser: argparse.ArgumentParser, plot: bool = True) -> None:
+    """Where the answer goes besides the terminal."""
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON; - for the terminal, alone")
+    group.add_argument("--csv", type=Path, metavar="FILE", help="write a line for each plan")
+    if plot:
+        group.add_argument("--plot", type=Path, metavar="FILE", help="draw it")
+
+
+def prices(given: list[str]) -> dict[str, float]:
+    """``2.5`` for every GPU, or ``H100=2.5`` for one."""
+    known = {name.lower(): name for name in gpus()}
+    found = {}
+    for text in given:
+        name, _, value = text.rpartition("=")
+        if name and name.lower() not in known:
+            raise PlanError(f"--price names a GPU {name!r}; the nearest is {nearest(name, gpus())}.")
+        try:
+            price = float(value)
+        except ValueError:
+            raise PlanError(f"--price is {text!r}, and must be dollars such as 2.5, or H100=2.5 for one GPU.") from None
+        for each in [known[name.lower()]] if name else list(gpus()):
+            found[each] = price
+    return found
+
+
+def workload_of(given: argparse.Namespace) -> Workload:
+    """The workload that the options describe."""
+    if given.workload not in WORKLOADS:
+        raise PlanError(
+            f"There is no workload {given.workload!r}; the nearest is {nearest(given.workload, WORKLOADS)}."
+        )
+    workload = WORKLOADS[given.workload]
+    if given.no_slo:
+        workload = replace(workload, ttft=None, tpot=None)
+    if given.prompt_tokens is not None:
+        workload = replace(workload, prompt=parse_lengths("--prompt-tokens", given.prompt_tokens))
+    if given.output_tokens is not None:
+        workload = replace(workload, output=parse_lengths("--output-tokens", given.output_tokens))
+    for name in ("rate", "concurrency", "ttft", "tpot"):
+        if (value := getattr(given, name)) is not None:
+            workload = replace(workload, **{name: value})
+    return workload
+
+
+def question(given: argparse.Namespace) -> Question:
+    """What was asked. Raises ``PlanError`` for what makes no sense."""
+    model = load_model(given.model, given.weights)
+    price = prices(given.price)
+
+    def several(value: Any) -> list[Any]:
+        return value if isinstance(value, list) else [value]
+
+    devices = [gpu(name) for name in several(given.gpu)]
+    tps = several(given.tp)
+    if not any(model.tp_problem(tp) is None for tp in tps) or any(tp < 1 for tp in tps):
+        model.check_tp(min(tps))
+    workload = workload_of(given)
+    if workload.length > model.max_len:
+        raise PlanError(
+            f"A request of {workload.length:,} tokens is longer than {model.name} takes; the most is {model.max_len:,}."
+        )
+    return Question(
+        model=model,
+        gpus=tuple(device.at(price.get(device.name)) for device in devices),
+        tps=tuple(tps),
+        caches=tuple(cache_dtype(name) for name in several(given.cache)),
+        chunks=tuple(several(given.chunk)),
+        workload=workload,
+        sequences=given.sequences,
+        utilization=given.utilization,
+        seed=given.seed,
+    )

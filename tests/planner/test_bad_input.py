@@ -1,0 +1,152 @@
+"""Input that makes no plan gets one sentence that names the value and the nearest valid choice."""
+
+import json
+import math
+
+import pytest
+from elastic_tools.planner.cache import cache_dtype, kv_layout
+from elastic_tools.planner.errors import PlanError
+from elastic_tools.planner.hardware import gpu
+from elastic_tools.planner.memory import budget
+from elastic_tools.planner.model import load_model, parse
+from elastic_tools.planner.workload import Lengths, Workload, parse_lengths
+
+LLAMA = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "intermediate_size": 14336,
+    "vocab_size": 32000,
+}
+
+
+def says(*parts):
+    """The sentence of the ``PlanError``: all parts are in it, and it is one line."""
+
+    class Says:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, kind, error, _):
+            assert kind is PlanError
+            assert all(part in str(error) for part in parts), str(error)
+            assert "\n" not in str(error)
+            return True
+
+    return Says()
+
+
+def test_unknown_gpu():
+    with says("'H1000'", "the nearest is H100"):
+        gpu("H1000")
+
+
+def test_unknown_cache_dtype():
+    with says("'fp7'", "the nearest is fp"):
+        cache_dtype("fp7")
+
+
+def test_unknown_model():
+    with says("'llama-3.1-8'", "Llama-3.1-8B"):
+        load_model("llama-3.1-8")
+
+
+def test_unknown_weights():
+    with says("'int5'", "the nearest is int"):
+        load_model("Llama-3.1-8B", "int5")
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
+def test_a_missing_field(field):
+    with says(field, "is missing"):
+        parse("m", {key: value for key, value in LLAMA.items() if key != field})
+
+
+@pytest.mark.parametrize("value", [0, -1, "many", None])
+def test_a_field_without_sense(value):
+    with says("hidden_size", repr(value)):
+        parse("m", LLAMA | {"hidden_size": value})
+
+
+def test_no_intermediate_size():
+    with says("intermediate_size is missing"):
+        parse("m", {key: value for key, value in LLAMA.items() if key != "intermediate_size"})
+
+
+def test_a_half_config_of_mla():
+    with says("MLA", "qk_nope_head_dim"):
+        parse("m", LLAMA | {"kv_lora_rank": 512})
+
+
+def test_experts_without_how_many_are_active():
+    with says("num_experts_per_tok is missing"):
+        parse("m", LLAMA | {"num_local_experts": 8})
+
+
+def test_unknown_quantisation():
+    with says("'squeeze'", "--weights"):
+        parse("m", LLAMA | {"quantization_config": {"quant_method": "squeeze"}})
+
+
+def test_mamba():
+    with says("Mamba"):
+        parse("m", LLAMA | {"model_type": "mamba2"})
+
+
+def test_no_json(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    with says(str(path), "JSON"):
+        load_model(str(path))
+
+
+def test_a_list_instead_of_an_object(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps([1]))
+    with says("no JSON object"):
+        load_model(str(path))
+
+
+@pytest.mark.parametrize("tp", [0, -1, 3, 5, 64])
+def test_tensor_parallel_sizes(tp):
+    with says(f"size {tp}:", "the nearest is"):
+        load_model("Llama-3.1-8B").check_tp(tp)
+
+
+def test_a_block_that_no_backend_takes():
+    with says("17 tokens", "multiple of 16"):
+        kv_layout(load_model("Llama-3.1-8B"), cache_dtype("bf16"), block=17)
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.5, math.nan])
+def test_utilization(share):
+    with says("utilization", f"{share:g}"):
+        budget(load_model("Llama-3.1-8B"), gpu("H100"), cache_dtype("bf16"), utilization=share)
+
+
+def test_a_format_that_the_gpu_lacks():
+    with says("nvfp4", "10.0", "9.0", "int4_per_token_head"):
+        budget(load_model("Llama-3.1-8B"), gpu("H100"), cache_dtype("nvfp4"))
+
+
+@pytest.mark.parametrize("price", [0, -2, math.nan, math.inf])
+def test_price(price):
+    with says("price", f"{price:g}"):
+        gpu("H100").at(price)
+
+
+@pytest.mark.parametrize("field", ["rate", "concurrency", "ttft", "tpot"])
+def test_negative_workloads(field):
+    with says("-3", "above 0"):
+        Workload(Lengths(10), Lengths(10), **{field: -3})
+
+
+def test_a_rate_and_a_concurrency():
+    with says("one of them"):
+        Workload(Lengths(10), Lengths(10), rate=1, concurrency=1)
+
+
+@pytest.mark.parametrize("text", ["", "many", "0", "-5", "10~9", "10~x", "1.5"])
+def test_lengths(text):
+    with says("--prompt", repr(text)):
+        parse_lengths("--prompt", text)
