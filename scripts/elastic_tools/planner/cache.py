@@ -147,7 +147,8 @@ def kv_layout(model: ModelConfig, dtype: CacheDtype, tp: int = 1, block: int = B
         return KVLayout(block, block * sum(per_layer), ((window, 1),), sum(per_layer))
     if len(set(per_layer)) > 1:
         raise PlanError(
-            f"{model.name} mixes sliding windows, and {dtype.name} leaves layers uncompressed; the planner does not know "
+            f"{model.name} mixes sliding windows, and {dtype.name} leaves layers uncompressed; the "
+            "planner does not know "
             "how vLLM would lay that out. The nearest is int4_per_token_head."
         )
     # vLLM makes groups of equal length: as long as the smallest kind, or the largest where they differ by less than

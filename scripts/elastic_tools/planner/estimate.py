@@ -127,12 +127,16 @@ def why_not(plan: Plan, memory: Budget, length: int) -> str | None:
     if memory.cache <= 0:
         need = (memory.requested - memory.cache) / GIB
         return (
-            f"weights of {memory.weights / GIB:.1f} GiB and {need - memory.weights / GIB:.1f} GiB for steps and framework "
+            f"weights of {memory.weights / GIB:.1f} GiB and {need - memory.weights / GIB:.1f} GiB for "
+            "steps and framework "
             f"exceed the {memory.requested / GIB:.1f} GiB that vLLM may use of a {plan.gpu.name}"
         )
     if users(memory, length) < 1:
         need = memory.layout.request_blocks(length)
-        return f"the cache has {memory.blocks:,} blocks, and one request of {length:,} tokens needs {need:,} and the null block"
+        return (
+            f"the cache has {memory.blocks:,} blocks, and one request of {length:,} tokens needs {need:,} "
+            "and the null block"
+        )
     return None
 
 

@@ -57,12 +57,16 @@ def nowhere(asked: Question) -> str:
     plan = max(asked.plans(), key=lambda each: each.tp * each.gpu.memory)
     memory = plan.memory()
     sentence = (
-        f"{asked.model.name} with requests of {asked.workload.length:,} tokens fits nowhere: on {plan.tp} x {plan.gpu.name} "
+        f"{asked.model.name} with requests of {asked.workload.length:,} tokens fits nowhere: on "
+        f"{plan.tp} x {plan.gpu.name} "
         f"its weights take {memory.weights / GIB:.1f} of {memory.requested / GIB:.1f} GiB a GPU"
     )
     if asked.model.weight_bits > 4:
         smaller = asked.model.with_weights(8 if asked.model.weight_bits > 8 else 4)
-        return f"{sentence}; the nearest choice is --weights {'fp8' if smaller.weight_bits == 8 else 'int4'}, more GPUs, or shorter requests."
+        return (
+            f"{sentence}; the nearest choice is --weights "
+            f"{'fp8' if smaller.weight_bits == 8 else 'int4'}, more GPUs, or shorter requests."
+        )
     return f"{sentence}; the nearest choice is more GPUs or shorter requests."
 
 
@@ -118,8 +122,10 @@ def wider(asked: Question, chosen: Estimate, larger: list[Estimate], steps: list
         return chosen
     if best.met and best.dollars < chosen.dollars * (1 - TIE):
         steps.append(
-            f"More GPUs are cheaper here: {label(best)} at ${best.dollars:.3f} instead of ${chosen.dollars:.3f}, since weights "
-            f"leave {few} only {chosen.memory.cache / GIB:.1f} GiB of {chosen.memory.requested / GIB:.1f} for the cache, "
+            f"More GPUs are cheaper here: {label(best)} at ${best.dollars:.3f} instead of "
+            f"${chosen.dollars:.3f}, since weights "
+            f"leave {few} only {chosen.memory.cache / GIB:.1f} GiB of "
+            f"{chosen.memory.requested / GIB:.1f} for the cache, "
             f"or {chosen.users:.1f} requests of {asked.workload.length:,} tokens."
         )
         return best
@@ -146,7 +152,8 @@ def weights_step(asked: Question, device: GPU, sizes: list[int], least: int, chu
         memory = asked.plan(device, tp, cache_dtype("auto"), chunk).memory()
         rest = memory.reserve.total + memory.graphs + memory.framework
         texts.append(
-            f"{tp} x {device.name}: {memory.requested / GIB:.1f} - weights {memory.weights / GIB:.1f} - the rest {rest / GIB:.1f} "
+            f"{tp} x {device.name}: {memory.requested / GIB:.1f} - weights {memory.weights / GIB:.1f} "
+            f"- the rest {rest / GIB:.1f} "
             f"= {memory.cache / GIB:.1f} GiB of cache"
         )
     fits = "fit one GPU" if least == 1 else f"need {least} GPUs"
@@ -163,7 +170,8 @@ def cache_step(found: list[Estimate], chosen: Estimate) -> str:
         assert each.outcome is not None
         slos = "" if each.met else ", SLOs missed"
         texts.append(
-            f"{each.plan.dtype.name} holds {each.users:.1f} requests, runs {each.outcome.running:.0f}, ${each.dollars:.3f}{slos}"
+            f"{each.plan.dtype.name} holds {each.users:.1f} requests, runs "
+            f"{each.outcome.running:.0f}, ${each.dollars:.3f}{slos}"
         )
     keep = "keep the model's own type" if chosen.plan.dtype.bits == 16 else f"compress to {chosen.plan.dtype.name}"
     return f"Cache: {keep}. For a million output tokens: {'; '.join(texts)}."
@@ -189,9 +197,12 @@ def reserve_step(asked: Question, chosen: Estimate, evaluate: Evaluate) -> tuple
     assert found is not None
     share = max(found.small_gain, found.lent_gain) / found.tokens
     numbers = (
-        f"the chunk of {found.chunk:,} keeps {chosen.memory.reserve.total / GIB:.2f} GiB; a chunk of {found.small_chunk:,} gains "
-        f"{found.small_gain:,.0f} tokens for {100 * found.cost:.1f}% of the TTFT (up to {100 * TTFT_COST:.0f}% allowed), lending gains "
-        f"{found.lent_gain:,.0f} = {found.lent_most:,.0f} x {found.idle:.2f} of the time; the cache has {found.tokens:,}"
+        f"the chunk of {found.chunk:,} keeps {chosen.memory.reserve.total / GIB:.2f} GiB; a chunk of "
+        f"{found.small_chunk:,} gains "
+        f"{found.small_gain:,.0f} tokens for {100 * found.cost:.1f}% of the TTFT (up to "
+        f"{100 * TTFT_COST:.0f}% allowed), lending gains "
+        f"{found.lent_gain:,.0f} = {found.lent_most:,.0f} x {found.idle:.2f} of the time; the cache "
+        f"has {found.tokens:,}"
     )
     if found.verdict == "neither":
         return chosen, f"Reserve: leave it, {100 * share:.1f}% of the cache is too little to win: {numbers}.", False

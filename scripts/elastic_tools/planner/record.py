@@ -140,12 +140,13 @@ def explain(estimate: Estimate, workload: Workload) -> str:
         "",
         "Memory of one GPU",
         f"  {gib(memory.requested)}  may be used: {memory.total / GIB:.2f} x {memory.utilization:g}",
-        f"- {gib(memory.weights)}  weights: {model.parameters / 1e9:.2f} B parameters, linear layers {model.bits_stored:g} bits"
-        + (f", over {plan.tp} GPUs" if plan.tp > 1 else "")
-        + "  [exact up to padding]",
-        f"- {gib(reserve.total)}  activation reserve: residual stream {reserve.hidden / GIB:.2f} = 2 x {tokens:,} x {model.hidden:,} x "
+        f"- {gib(memory.weights)}  weights: {model.parameters / 1e9:.2f} B parameters, linear layers "
+        f"{model.bits_stored:g} bits" + (f", over {plan.tp} GPUs" if plan.tp > 1 else "") + "  [exact up to padding]",
+        f"- {gib(reserve.total)}  activation reserve: residual stream {reserve.hidden / GIB:.2f} = 2 "
+        f"x {tokens:,} x {model.hidden:,} x "
         f"{model.element} B, and {inner} {widest / GIB:.2f}  [modelled]",
-        f"- {gib(memory.graphs)}  CUDA graphs: {graphs / GIB:.2f} + {model.layers} layers x {GRAPH_PER_LAYER / 2**20:.0f} MiB  [modelled]",
+        f"- {gib(memory.graphs)}  CUDA graphs: {graphs / GIB:.2f} + {model.layers} layers x "
+        f"{GRAPH_PER_LAYER / 2**20:.0f} MiB  [modelled]",
         f"- {gib(memory.framework)}  framework {FRAMEWORK / GIB:.2f}"
         + (f" and NCCL {(memory.framework - FRAMEWORK) / GIB:.2f}" if plan.tp > 1 else "")
         + "  [modelled]",
@@ -155,9 +156,11 @@ def explain(estimate: Estimate, workload: Workload) -> str:
         return "\n".join([*lines, "", f"It does not fit: {estimate.problem}."])
     lines += [
         "",
-        f"  {memory.blocks:,} blocks = {memory.cache:,} B / {layout.bytes_per_block:,} B a block of {layout.block} tokens; "
+        f"  {memory.blocks:,} blocks = {memory.cache:,} B / {layout.bytes_per_block:,} B a block of "
+        f"{layout.block} tokens; "
         f"{layout.bytes_per_token:,} B a token on each GPU  [exact]",
-        f"  {estimate.users:,.1f} requests of {length:,} tokens = {memory.blocks - 1:,} / {per_request:,} blocks  [exact]",
+        f"  {estimate.users:,.1f} requests of {length:,} tokens = {memory.blocks - 1:,} / "
+        f"{per_request:,} blocks  [exact]",
     ]
     outcome = estimate.outcome
     assert outcome is not None
@@ -184,11 +187,13 @@ def explain(estimate: Estimate, workload: Workload) -> str:
     lines += [
         "",
         f"Simulated: {how}",
-        f"  {outcome.tokens:,.0f} output tokens/s, {outcome.requests:.2f} requests/s, {outcome.preemptions} preemptions, "
+        f"  {outcome.tokens:,.0f} output tokens/s, {outcome.requests:.2f} requests/s, "
+        f"{outcome.preemptions} preemptions, "
         f"cache at most {100 * min(1, outcome.used):.0f}% full",
         f"  TTFT {outcome.ttft['p50']:,.0f} ms at the median, {outcome.ttft['p90']:,.0f} at p90; "
         f"TPOT {outcome.tpot['p50']:.1f} ms, {outcome.tpot['p90']:.1f} at p90",
-        f"  ${estimate.dollars:.3f} for a million output tokens = ${plan.price:.3f} an hour / ({outcome.tokens:,.0f} x 3,600) x 1,000,000",
+        f"  ${estimate.dollars:.3f} for a million output tokens = ${plan.price:.3f} an hour / "
+        f"({outcome.tokens:,.0f} x 3,600) x 1,000,000",
     ]
     if slos:
         lines.append(f"  SLOs ({', '.join(slos)} at p90): {'met' if estimate.met else 'MISSED'}")
