@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     """The verbs and their options."""
     made = argparse.ArgumentParser(
         prog="scripts/plan",
-        description="Says what a workload costs on which GPUs, and which plan to take. Needs no GPU: times were measured on some.",
+        description="Says what a workload costs on which GPUs, and which plan to take. Needs no GPU.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -81,7 +81,9 @@ def regime_map(found: Sequence[Regime], path: Path) -> None:
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     labels = ["neither gains 1% of the cache", "a smaller chunk gains more", "lending the reserve gains more"]
     figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=9)
-    figure.supxlabel("prompt length; the number is the larger gain as a share of the cache; white: does not fit", fontsize=9)
+    figure.supxlabel(
+        "prompt length; the number is the larger gain as a share of the cache; white: does not fit", fontsize=9
+    )
     save(figure, path)
 
 

@@ -76,6 +76,17 @@ def to_json(path: Path, data: Any) -> None:
     path.write_text(as_json(data) + "\n")
 
 
+def columns(path: Path, tables: dict[str, dict[str, list[Any]]]) -> None:
+    """Writes tables as JSON, a column on each line, which keeps large ones small and their changes readable."""
+    parts = []
+    for name, table_ in tables.items():
+        lines = [
+            f"  {json.dumps(column)}: {json.dumps(values, separators=(',', ':'))}" for column, values in table_.items()
+        ]
+        parts.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
 def to_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Writes rows with a header line."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -135,7 +135,8 @@ class Simulation:
         while self.coming or self.waiting or self.filling or self.decoding:
             self._arrive()
             if not (self.waiting or self.filling or self.decoding):
-                self.now = max(self.now, self.coming[0].arrived)
+                if self.coming:
+                    self.now = max(self.now, self.coming[0].arrived)
                 continue
             self._resize()
             chunks = self._schedule()

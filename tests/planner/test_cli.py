@@ -1,0 +1,157 @@
+"""The command line: what it prints, what it writes, and how it refuses."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from elastic_tools.planner.__main__ import main, parser
+
+LLAMA = ["--model", "Llama-3.1-8B"]
+
+
+def said(capsys):
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["estimate", "compare", "recommend", "emit", "regime", "study", "accuracy", "models"])
+def test_every_verb_has_help(verb, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([verb, "--help"])
+    assert ended.value.code == 0
+    assert "usage: scripts/plan" in said(capsys)
+
+
+def test_help_has_examples_that_parse():
+    lines = [line.split() for line in parser().epilog.splitlines() if line.strip().startswith("scripts/plan")]
+    assert len(lines) >= 5
+    for line in lines:
+        parser().parse_args(line[1 : line.index(">")] if ">" in line else line[1:])
+
+
+def test_estimate_shows_its_arithmetic(capsys):
+    assert main(["estimate", *LLAMA, "--cache", "bf16"]) == 0
+    text = said(capsys)
+    assert "131,072 B a token" in text
+    assert "79.22 x 0.92" in text
+    assert "2,097,152 B a block of 16 tokens" in text
+    assert "x 3,600) x 1,000,000" in text
+    for label in ("[exact]", "[modelled]", "[interpolated]"):
+        assert label in text
+
+
+def test_json_says_what_the_text_says(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert main(["estimate", *LLAMA, "--concurrency", "8", "--json", str(path)]) == 0
+    written = json.loads(path.read_text())
+    capsys.readouterr()
+    assert main(["estimate", *LLAMA, "--concurrency", "8", "--json", "-"]) == 0
+    assert json.loads(said(capsys)) == written
+    memory = written["memory_bytes"]
+    rest = sum(memory[part] for part in ("weights", "reserve", "graphs", "framework"))
+    assert memory["requested"] - rest == memory["cache"]
+    assert written["blocks"] == memory["cache"] // memory["per_block"]
+    assert written["concurrency"] == 8
+    assert set(written["sources"].values()) <= {"measured", "interpolated", "modelled"}
+
+
+def test_same_question_same_answer(tmp_path, capsys):
+    answers = []
+    for name in ("a", "b"):
+        path = tmp_path / name
+        main(["estimate", *LLAMA, "--prompt-tokens", "500~0.7", "--rate", "4", "--seed", "3", "--json", str(path)])
+        answers.append(path.read_text())
+    assert answers[0] == answers[1]
+
+
+def test_compare_lists_the_cheapest_first_and_writes_csv_and_a_picture(tmp_path, capsys):
+    table, picture = tmp_path / "plans.csv", tmp_path / "plans.png"
+    arguments = ["--gpu", "H100", "L40S", "--tp", "1", "--cache", "bf16", "fp8", "--concurrency", "16"]
+    assert main(["compare", *LLAMA, *arguments, "--csv", str(table), "--plot", str(picture)]) == 0
+    assert "1 x L40S, fp8" in said(capsys)
+    with open(table, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 4
+    prices = [float(row["dollars_per_million"]) for row in rows if row["slos_met"] == "True"]
+    assert prices == sorted(prices)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_without_room_is_listed_with_the_reason(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert main(["estimate", "--model", "Llama-3.1-70B", "--json", str(path)]) == 0
+    assert "It does not fit: weights of 131.4 GiB" in said(capsys)
+    assert json.loads(path.read_text())["users"] == 0
+
+
+def test_price_changes_dollars_and_nothing_else(tmp_path, capsys):
+    found = []
+    for price in ("2", "H100=4"):
+        path = tmp_path / price
+        main(["estimate", *LLAMA, "--concurrency", "8", "--price", price, "--json", str(path)])
+        found.append(json.loads(path.read_text()))
+    assert found[1]["dollars_per_million"] == pytest.approx(2 * found[0]["dollars_per_million"], rel=1e-3)
+    assert found[1]["output_tokens_per_s"] == found[0]["output_tokens_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--gpu", "H1000"], "nearest is H100"),
+        (["--cache", "fp9"], "nearest is fp8"),
+        (["--tp", "3"], "nearest is 2"),
+        (["--tp", "0"], "must be 1 or more"),
+        (["--rate", "-1"], "rate is -1"),
+        (["--ttft", "-1"], "TTFT is -1"),
+        (["--workload", "chatt"], "nearest is chat"),
+        (["--price", "cheap"], "'cheap'"),
+        (["--price", "H1=2"], "nearest is H100"),
+        (["--price", "-2"], "price per GPU hour is -2"),
+        (["--prompt-tokens", "-5"], "'-5'"),
+        (["--prompt-tokens", "200000"], "the most is 131,072"),
+        (["--chunk", "0"], "chunk is 0"),
+        (["--chunk", "256", "--sequences", "512"], "--chunk 512"),
+        (["--sequences", "-4"], "sequences is -4"),
+        (["--utilization", "1.2"], "utilization of 1.2"),
+        (["--rate", "1", "--concurrency", "2"], "give one of them"),
+        (["--weights", "int3"], "nearest is int"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_2(arguments, sentence, capsys):
+    assert main(["estimate", *LLAMA, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert sentence in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_a_model_that_fits_nowhere(capsys):
+    assert main(["recommend", "--model", "Llama-3.1-70B", "--gpu", "L40S", "--tp", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "fits nowhere: on 1 x L40S its weights take 131.4 of 40.8 GiB" in error
+    assert "--weights fp8" in error
+
+
+def test_a_config_json_is_read_like_a_preset(tmp_path, capsys):
+    from elastic_tools.planner.model import PRESETS
+
+    (tmp_path / "config.json").write_text((PRESETS / "Llama-3.1-8B.json").read_text())
+    assert main(["estimate", "--model", str(tmp_path), "--concurrency", "4", "--json", "-"]) == 0
+    own = json.loads(said(capsys))
+    assert main(["estimate", *LLAMA, "--concurrency", "4", "--json", "-"]) == 0
+    assert {**own, "model": ""} == {**json.loads(said(capsys)), "model": ""}
+
+
+def test_what_cannot_be_written_is_said(capsys):
+    missing = Path("/proc/nowhere/plan.csv")
+    assert main(["estimate", *LLAMA, "--concurrency", "4", "--csv", str(missing)]) == 2
+    assert "plan: /proc/nowhere" in capsys.readouterr().err
+
+
+def test_emit_is_yaml_for_vllm(capsys):
+    assert main(["emit", *LLAMA, "--gpu", "H100", "--tp", "1", "--serve", "meta-llama/Llama-3.1-8B"]) == 0
+    options = yaml.safe_load(said(capsys))
+    assert options["model"] == "meta-llama/Llama-3.1-8B"
+    assert options["tensor-parallel-size"] == 1
+    assert options["max-model-len"] == 131_072
