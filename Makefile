@@ -1,13 +1,13 @@
 # Every command of this repository. `make` alone lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo storm test lint format tree refresh check bench bench-resize bench-driver kernels bench-kernel lock clean
+.PHONY: help setup serve demo storm test lint format tree refresh check bench bench-resize bench-driver kernels bench-kernel plan-study plan-accuracy lock clean
 
 PY := .venv/bin/python
 export MODEL HOST PORT ELASTIC
 
 help: ## List the commands
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Make .venv with the pinned, patched engine and the tools
 	@scripts/setup
@@ -53,6 +53,12 @@ bench-kernel: setup ## Time the decode kernel against others on a GPU; skips wit
 
 kernels: setup ## Compile the attention kernels for every GPU target and judge them (ARGS='...' for scripts/kernels)
 	@scripts/kernels $(ARGS)
+
+plan-study: setup ## More GPUs or a smaller cache: the planner's sweep beside the paper's claims, into docs/results
+	@scripts/plan study $(ARGS)
+
+plan-accuracy: setup ## The planner against published measurements, into docs/results
+	@scripts/plan accuracy $(ARGS)
 
 lock: setup ## Resolve configs/requirements and the pins into configs/locks (ARGS=--upgrade for newer versions)
 	@PYTHONPATH=scripts $(PY) -m elastic_tools.lock $(ARGS)

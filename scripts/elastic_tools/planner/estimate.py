@@ -36,12 +36,12 @@ class Plan:
     @property
     def step_tokens(self) -> int:
         """Tokens of a step at most."""
-        return self.chunk or self.gpu.chunk
+        return self.gpu.chunk if self.chunk is None else self.chunk
 
     @property
     def step_sequences(self) -> int:
         """Requests of a step at most."""
-        return self.sequences or self.gpu.max_seqs
+        return self.gpu.max_seqs if self.sequences is None else self.sequences
 
     @property
     def price(self) -> float:

@@ -5,6 +5,7 @@ constants; ``make plan-accuracy`` prints how far it is off.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from elastic_tools.planner.cache import BLOCK, CacheDtype, KVLayout, kv_layout
 from elastic_tools.planner.errors import PlanError
@@ -59,6 +60,7 @@ def activations(model: ModelConfig, tokens: int, tp: int = 1, sequences: int = 2
     )
 
 
+@lru_cache(maxsize=256)
 def weight_bytes(model: ModelConfig, tp: int = 1) -> int:
     """Weights on one of ``tp`` ranks, in bytes. Norms, routers and the latent projections of MLA are on every rank."""
     model.check_tp(tp)

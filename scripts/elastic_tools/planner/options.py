@@ -32,7 +32,9 @@ class Question:
 
     def plan(self, device: GPU, tp: int, dtype: CacheDtype, chunk: int | None = None) -> Plan:
         """A plan with the limits that were given. Without --sequences, as many as the chunk allows."""
-        sequences = self.sequences or min(device.max_seqs, chunk or device.chunk)
+        sequences = self.sequences
+        if sequences is None and chunk:
+            sequences = min(device.max_seqs, chunk)
         return Plan(self.model, device, dtype, tp, chunk, sequences, self.utilization)
 
     def plans(self) -> list[Plan]:

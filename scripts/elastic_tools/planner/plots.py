@@ -9,12 +9,13 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.colors import ListedColormap
+from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from elastic_tools.planner.estimate import Estimate
 from elastic_tools.planner.regime import Regime
 
 COLOURS = {"neither": "#d9d9d9", "small-chunk": "#4c9be8", "lend": "#e8804c"}
-DOTS = ("o", "s", "^", "D", "v", "P")
+DOTS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
 def save(figure: Any, path: Path) -> None:
@@ -22,6 +23,13 @@ def save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
     plt.close(figure)
+
+
+def ticks(axis: Any, values: Sequence[float]) -> None:
+    """Plain numbers on a logarithmic axis."""
+    axis.set_major_locator(FixedLocator(list(values)))
+    axis.set_major_formatter(FixedFormatter([f"{value:g}" for value in values]))
+    axis.set_minor_locator(NullLocator())
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -96,19 +104,20 @@ def study(gaps: dict[str, dict[float, list[float]]], speed: Sequence[tuple[str, 
         left.plot(reliefs, middles, marker=dot, label=name)
     left.axhline(1, color="black", linewidth=1)
     left.set(
-        xlabel="relief: requests at a time, as a multiple of what bf16 holds on one GPU",
+        xlabel="relief: requests at a time, as a multiple of what 16 bit holds on one GPU",
         ylabel="cost with more GPUs / cost with a smaller cache",
         title="Cost gap, median; above 1 the smaller cache is cheaper",
         xscale="log",
         yscale="log",
     )
-    left.set_xticks([1.25, 1.5, 2, 3, 4], ["1.25", "1.5", "2", "3", "4"])
-    left.minorticks_off()
-    left.legend()
-    for name, dot in zip(gaps, DOTS, strict=False):
+    ticks(left.xaxis, (1.25, 1.5, 2, 3, 4))
+    ticks(left.yaxis, (0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3))
+    left.legend(loc="center right", bbox_to_anchor=(1, 0.37), fontsize=8)
+    for name, dot in zip(dict.fromkeys(each for each, _, _ in speed), DOTS, strict=False):
         pairs = [(compressed, wider) for each, compressed, wider in speed if each == name]
         right.scatter([x for x, _ in pairs], [y for _, y in pairs], marker=dot, s=12, alpha=0.5, label=name)
-    limits = [1, max([1.0, *(max(a, b) for _, a, b in speed)])]
+    every = [figure_ for _, compressed, wider in speed for figure_ in (compressed, wider)]
+    limits = [min(every), max(every)]
     right.plot(limits, limits, color="black", linewidth=1)
     right.set(
         xlabel="TPOT with a smaller cache, ms",
@@ -128,10 +137,9 @@ def accuracy(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for dot, kind in zip(DOTS, kinds, strict=False):
         chosen = [row for row in rows if row["quantity"] == kind]
         x = [kinds.index(kind) + (n + 1) / (len(chosen) + 1) - 0.5 for n in range(len(chosen))]
-        panel.scatter(x, [row["estimated"] / row["measured"] for row in chosen], marker=dot)
+        panel.scatter(x, [max(0.15, row["estimated"] / row["measured"]) for row in chosen], marker=dot)
     panel.axhline(1, color="black", linewidth=1)
     panel.set_xticks(range(len(kinds)), [kind.replace("_", " ") for kind in kinds], rotation=20)
     panel.set(ylabel="estimated / measured", yscale="log", title="The planner against published measurements")
-    panel.set_yticks([0.5, 0.7, 1, 1.4, 2], ["0.5", "0.7", "1", "1.4", "2"])
-    panel.minorticks_off()
+    ticks(panel.yaxis, (0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4))
     save(figure, path)

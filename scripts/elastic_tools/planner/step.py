@@ -43,11 +43,11 @@ class StepTimes:
         operators = Operators(gpu, tables or load(gpu))
         self.parts = self._parts(operators)
         total = np.sum([part.ms for part in self.parts], axis=0)
-        self._linear = [float(ms) for ms in np.interp(np.arange(MOST_TOKENS + 1), GRID, total)]
+        self._linear: list[float] = np.interp(np.arange(MOST_TOKENS + 1), GRID, total).tolist()
         head = operators.gemm(GRID[GRID <= 4096], -(-model.head_rows // tp), model.hidden, 16)
         gathered = operators.all_reduce(GRID[GRID <= 4096] * model.head_rows / 2, tp)
         self.head = Part("logits", head.ms + gathered.ms, max(head.source, gathered.source))
-        self._head = [float(ms) for ms in np.interp(np.arange(4097), GRID[GRID <= 4096], self.head.ms)]
+        self._head: list[float] = np.interp(np.arange(4097), GRID[GRID <= 4096], self.head.ms).tolist()
         self._attention(operators, ideal)
 
     # --- what a simulation asks for, many times ---

@@ -193,7 +193,7 @@ def main(output: Path | None = None, workers: int | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "planner-study.md").write_text(page)
     tables = {
-        "plans": compact([asdict(each) for each in cells]),
+        "plans": compact([asdict(each) for each in cells if not each.ideal]),
         "comparisons": compact([asdict(each) for each in found]),
     }
     record.columns(folder / "planner-study.json", tables | {"checked": compact(checked)})
