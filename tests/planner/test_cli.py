@@ -78,6 +78,16 @@ def test_compare_lists_the_cheapest_first_and_writes_csv_and_a_picture(tmp_path,
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_many_plans_on_several_processes_are_what_they_are_on_one(tmp_path, capsys):
+    given = ["--gpu", "H100", "L40S", "--tp", "1", "2", "4", "--concurrency", "4"]
+    every, some = tmp_path / "every.csv", tmp_path / "some.csv"
+    assert main(["compare", *LLAMA, *given, "--cache", "bf16", "fp8", "int4", "3bit", "--csv", str(every)]) == 0
+    assert main(["compare", *LLAMA, *given, "--cache", "3bit", "--csv", str(some)]) == 0
+    lines = every.read_text().splitlines()
+    assert len(lines) == 1 + 24
+    assert set(some.read_text().splitlines()) <= set(lines)
+
+
 def test_a_plan_without_room_is_listed_with_the_reason(tmp_path, capsys):
     path = tmp_path / "plan.json"
     assert main(["estimate", "--model", "Llama-3.1-70B", "--json", str(path)]) == 0

@@ -1,5 +1,6 @@
 """The decision and the regime map."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from elastic_tools.planner.cache import cache_dtype
 from elastic_tools.planner.estimate import Plan, times_of
 from elastic_tools.planner.hardware import gpu
 from elastic_tools.planner.memory import activations
-from elastic_tools.planner.model import load_model
+from elastic_tools.planner.model import PRESETS, load_model
 from elastic_tools.planner.options import question
 from elastic_tools.planner.recommend import recommend
 from elastic_tools.planner.regime import Regime, cells, prefill_ms, regime, smallest_chunk
@@ -59,6 +60,18 @@ def test_the_gpu_is_chosen_by_price():
     cheap = decide("--model", "Llama-3.1-8B", "--gpu", "H100", "A100", "--tp", "1", "--price", "A100=0.1")
     assert cheap.chosen.plan.gpu.name == "A100"
     assert cheap.steps[0].startswith("GPU: A100.")
+
+
+def test_the_reserve_is_lent_where_the_simulation_gains(tmp_path):
+    """A model with a large cache a token, very long steps, and more requests waiting than fit."""
+    config = json.loads((PRESETS / "Llama-2-7B.json").read_text()) | {"max_position_embeddings": 131_072}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = ["--gpu", "H100", "--tp", "2", "--chunk", "32768", "--sequences", "256", "--no-slo", "--cache", "bf16"]
+    lengths = ["--prompt-tokens", "16384", "--output-tokens", "512"]
+    decision = decide("--model", str(tmp_path), *given, *lengths)
+    assert "simulated" in decision.steps[-1]
+    assert decision.elastic is decision.steps[-1].startswith("Reserve: lend it")
+    assert decision.steps[0].startswith("Weights fit 2 GPUs, the fewest offered")
 
 
 def plan(model="Llama-3.1-8B", tp=1, chunk=32768):

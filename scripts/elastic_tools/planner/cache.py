@@ -47,6 +47,10 @@ class CacheDtype:
     skip: int = 0
     least_sm: int = 0
 
+    def __reduce__(self) -> tuple[Callable[[str], "CacheDtype"], tuple[str]]:
+        """Between processes a format goes by its name, since functions without one cannot."""
+        return cache_dtype, (self.name,)
+
 
 DTYPES = {
     dtype.name: dtype

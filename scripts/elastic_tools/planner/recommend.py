@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from elastic_tools.planner.cache import CacheDtype, cache_dtype
 from elastic_tools.planner.errors import PlanError
-from elastic_tools.planner.estimate import Estimate, Plan, estimate
+from elastic_tools.planner.estimate import Estimate, Plan, estimate, run
 from elastic_tools.planner.hardware import GPU
 from elastic_tools.planner.memory import GIB
 from elastic_tools.planner.options import Question
 from elastic_tools.planner.regime import TTFT_COST, regime
+from elastic_tools.planner.simulate import Loan, Outcome
 
 TIE = 0.02  # plans whose cost differs by less count as equal, and the more exact cache wins
 
@@ -156,7 +157,13 @@ def weights_step(asked: Question, device: GPU, sizes: list[int], least: int, chu
             f"- the rest {rest / GIB:.1f} "
             f"= {memory.cache / GIB:.1f} GiB of cache"
         )
-    fits = "fit one GPU" if least == 1 else f"need {least} GPUs"
+    fits = (
+        "fit one GPU"
+        if least == 1
+        else f"need {least} GPUs"
+        if least > sizes[0]
+        else f"fit {least} GPUs, the fewest offered"
+    )
     return f"Weights {fits}. {'; '.join(texts)}."
 
 
@@ -207,10 +214,27 @@ def reserve_step(asked: Question, chosen: Estimate, evaluate: Evaluate) -> tuple
     if found.verdict == "neither":
         return chosen, f"Reserve: leave it, {100 * share:.1f}% of the cache is too little to win: {numbers}.", False
     if found.verdict == "lend":
-        return chosen, f"Reserve: lend it (--elastic-kv-config), {numbers}.", True
+        lent = lend(asked, chosen, int(found.lent_most // chosen.memory.layout.block))
+        assert chosen.outcome is not None
+        text = f"{lent.tokens:,.0f} output tokens/s with it against {chosen.outcome.tokens:,.0f} without, simulated"
+        if lent.tokens > chosen.outcome.tokens:
+            return chosen, f"Reserve: lend it (--elastic-kv-config), {text}: {numbers}.", True
+        return chosen, f"Reserve: leave it; lending gains tokens of cache, and no speed, {text}: {numbers}.", False
     sequences = min(chosen.plan.step_sequences, found.small_chunk)
     smaller = evaluate(replace(chosen.plan, chunk=found.small_chunk, sequences=sequences))
     if smaller.dollars > chosen.dollars * (1 + TIE) or (chosen.met and not smaller.met):
         text = f"Reserve: leave it; a smaller chunk gains tokens, and costs ${smaller.dollars:.3f} here: {numbers}."
         return chosen, text, False
     return smaller, f"Reserve: a chunk of {found.small_chunk:,} (${smaller.dollars:.3f}): {numbers}.", False
+
+
+def lend(asked: Question, chosen: Estimate, blocks: int) -> Outcome:
+    """The simulation of a plan whose reserve is lent as ``blocks`` more blocks while no step is "
+    "larger than a decode step."""
+    plan, workload = chosen.plan, asked.workload
+    if not (workload.rate or workload.concurrency):
+        layout = chosen.memory.layout
+        held = (chosen.memory.blocks - 1 + blocks) // layout.request_blocks(workload.length)
+        more = max(1, round((chosen.concurrency or 1) * held / max(1.0, chosen.users)))
+        workload = replace(workload, concurrency=min(plan.step_sequences, more))
+    return run(plan, chosen.memory, workload, asked.seed, Loan(blocks, min(plan.step_sequences, plan.step_tokens)))
