@@ -62,8 +62,8 @@ def test_the_gpu_is_chosen_by_price():
     assert cheap.steps[0].startswith("GPU: A100.")
 
 
-def test_the_reserve_is_lent_where_the_simulation_gains(tmp_path):
-    """A model with a large cache a token, very long steps, and more requests waiting than fit."""
+def test_where_the_map_says_lend_the_simulation_decides(tmp_path):
+    """A model with a large cache a token, and very long steps."""
     config = json.loads((PRESETS / "Llama-2-7B.json").read_text()) | {"max_position_embeddings": 131_072}
     (tmp_path / "config.json").write_text(json.dumps(config))
     given = ["--gpu", "H100", "--tp", "2", "--chunk", "32768", "--sequences", "256", "--no-slo", "--cache", "bf16"]

@@ -80,6 +80,9 @@ def main(arguments: list[str] | None = None) -> int:
     except PlanError as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read the answer has seen enough
+        sys.stderr.close()
+        return 1
     except OSError as error:
         print(f"plan: {error.filename}: {error.strerror}.", file=sys.stderr)
         return 2
