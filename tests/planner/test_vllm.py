@@ -10,15 +10,28 @@ from elastic_tools.planner.cache import DTYPES, kv_layout, layer_token_bytes
 from elastic_tools.planner.model import load_model
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype, nvfp4_kv_cache_full_dim
 from vllm.v1.attention.ops.ultraquant.format import slot_size
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, get_kv_quant_mode
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
+GIB = 2**30
 ATTENTION = "vllm.v1.attention.backends"
 # Which backend packs a format; vLLM's own registry chooses it by what the platform has.
 BACKENDS = {
     "turboquant": (f"{ATTENTION}.turboquant_attn", "TurboQuantAttentionBackend"),
     "": (f"{ATTENTION}.triton_attn", "TritonAttentionBackend"),
 }
+CONFIG = SimpleNamespace(
+    cache_config=SimpleNamespace(
+        get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBHNC,
+        num_gpu_blocks_override=None,
+        prefix_cache_retention_interval=None,
+    ),
+    attention_config=SimpleNamespace(hisparse_config=None),
+    scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+    speculative_config=None,
+    kv_transfer_config=None,
+)
 LATENT = ("vllm.model_executor.layers.attention.mla_attention", "MLACommonBackend")
 
 
@@ -94,15 +107,18 @@ def test_a_latent_has_vllms_bytes(name):
 def test_the_groups_of_a_hybrid_are_vllms(preset, name):
     model = load_model(preset)
     layers = {f"layer.{n}": spec(name, model, 1, 16, window) for n, window in enumerate(model.windows)}
-    cache = SimpleNamespace(get_resolved_kv_cache_layout=lambda: SimpleNamespace(is_block_outermost=False))
-    config = SimpleNamespace(
-        cache_config=cache,
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        speculative_config=None,
-        kv_transfer_config=None,
-    )
-    groups = get_kv_cache_groups(config, layers)
+    groups = get_kv_cache_groups(CONFIG, layers)
     longest = max(len(group.layer_names) for group in groups)
     layout = kv_layout(model, DTYPES[name])
     assert sum(count for _, count in layout.groups) == len(groups)
     assert layout.bytes_per_block == longest * groups[0].kv_cache_spec.page_size_bytes
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8", "int8_per_token_head", "int4_per_token_head"])
+@pytest.mark.parametrize("preset", ["Llama-3.1-8B", "Qwen2.5-7B", "Gemma-2-9B", "Mistral-7B-v0.3"])
+@pytest.mark.parametrize("available", [0, 5 * GIB + 1, 60 * GIB + 12345])
+def test_the_engine_makes_as_many_blocks(preset, name, available):
+    model = load_model(preset)
+    layers = {f"layer.{n}": spec(name, model, 1, 16, window) for n, window in enumerate(model.windows)}
+    made = get_kv_cache_config_from_groups(CONFIG, get_kv_cache_groups(CONFIG, layers), available)
+    assert kv_layout(model, DTYPES[name]).blocks(available) == made.num_blocks
