@@ -187,7 +187,7 @@ def main(output: Path | None = None, workers: int | None = None) -> None:
     taken = time.monotonic() - began
     checked = check()
     map_ = list(regime_cells())
-    page = claims.document(cells, found, checked, map_)
+    page = claims.document(cells, found, checked, map_, list(regime_cells(allowed=0.0)))
     print(claims.terminal(cells, found))
     print(f"\n{len(cells):,} plans and {len(found):,} comparisons in {taken:.0f} s")
     folder.mkdir(parents=True, exist_ok=True)
