@@ -92,6 +92,16 @@ def test_a_request_that_can_never_fit_is_refused():
     assert len(simulation.counters.finished) == 2
 
 
+@pytest.mark.parametrize("blocks", [60, 66, 70, 90, 140, 200])
+def test_prompts_in_pieces_end_whatever_they_hold_from_each_other(blocks):
+    """A window keeps more blocks while a chunk is in flight than it does afterwards."""
+    layout = KVLayout(block=16, bytes_per_block=1, groups=((512, 1), (0, 1)), bytes_per_token=1)
+    simulation = Simulation(Engine(OneMillisecond(), layout, blocks, 256, 64), requests(6, prompt=700, output=20), None)
+    simulation.run()
+    assert len(simulation.counters.finished) + simulation.refused == 6
+    assert bool(simulation.refused) == (layout.request_blocks(720, 256) > blocks - 1)
+
+
 def test_preemption_costs_time_not_tokens():
     tight, _ = run(requests(20, prompt=200, output=200), blocks=120)
     roomy, _ = run(requests(20, prompt=200, output=200), blocks=10_000)

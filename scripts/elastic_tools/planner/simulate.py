@@ -157,7 +157,7 @@ class Simulation:
             request = self.coming.popleft()
             if self.concurrency is not None:
                 request.arrived = self.now
-            if self.engine.layout.request_blocks(request.prompt + request.output) > self.pool - 1:
+            if self.engine.layout.request_blocks(request.prompt + request.output, self.engine.chunk) > self.pool - 1:
                 self.refused += 1  # vLLM refuses what can never fit
                 continue
             self.waiting.append(request)
@@ -292,6 +292,13 @@ class Simulation:
         """Nothing fits although nothing runs: until the next resize, or for ever."""
         if self.resizes:
             self.now = max(self.now, self.resizes[0][0])
+        elif self.filling:
+            while len(self.filling) > 1:  # they hold what the first one needs
+                self._preempt()
+            first, chunk = self.filling[0], self.engine.chunk
+            if self.engine.layout.request_blocks(min(first.prompt, first.done + chunk), chunk) > self.capacity:
+                self.filling.pop()
+                self.refused += 1
         elif self.waiting:
             self.waiting.popleft()
             self.refused += 1
