@@ -222,8 +222,9 @@ class TestPreemption:
         """Such as those of a session that waits for its next input."""
         held = engine.pool.get_new_blocks(5)
         engine.scheduler.run("running", 4)
-        answer = engine.resize(blocks=2)
-        assert (answer["outcome"], answer["to"], answer["preempted"]) == ("partial", 6, 1)
+        for dry_run in (True, False):
+            answer = engine.resize(blocks=2, dry_run=dry_run)
+            assert (answer["outcome"], answer["to"], answer["preempted"]) == ("partial", 6, 1)
         engine.pool.free_blocks(held)
 
     def test_it_waits_for_the_steps_in_flight(self, engine):

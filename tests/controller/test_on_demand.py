@@ -1,7 +1,11 @@
 """Growth that nobody asked for: in the scheduling pass that lacks the blocks."""
 
+import queue
+
 import pytest
 from pool.pools import cached_then_freed
+from vllm.v1.elastic_kv import allowance, controller, worker_side
+from vllm.v1.engine import EngineCoreRequestType
 
 from .engine import Engine
 from .test_controller import transactions
@@ -105,6 +109,27 @@ class TestTheOnlyRequest:
 
     def test_more_than_the_capacity(self, static):
         assert need(static, 100) == 24
+
+
+def test_how_much_is_grown_at_once_is_learnt_from_such_growth_alone(engine):
+    """An attach of pages that were made before takes a hundredth of the time."""
+    at_once = engine.controller._resizer.in_a_slice(worker_side.attach)
+    for blocks in (24, 2, 24, 2):
+        engine.resize(blocks=blocks)
+    assert engine.controller._resizer.in_a_slice(worker_side.attach) == at_once
+
+
+def test_an_idle_engine_is_woken_to_try_again(engine, monkeypatch):
+    monkeypatch.setattr(allowance, "RETRY_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(controller, "EngineCoreProc", type(engine))
+    engine.input_queue = queue.Queue()
+    engine.scheduler.run("first", 3)
+    assert engine.resize(blocks=2, allow_preemption=False)["outcome"] in ("partial", "refused")
+    engine.scheduler.finish("first")
+    assert engine.input_queue.get(timeout=60) == (EngineCoreRequestType.WAKEUP, None)
+    assert engine.controller.pending
+    engine.idle()
+    assert engine.resident_blocks() == 2
 
 
 class TestNoMemory:

@@ -44,12 +44,13 @@ class Allowance:
         self.blocks = blocks
         self._retry_after = RETRY_SECONDS[0]
 
-    def ended(self, done: bool) -> None:
-        """After a change of size. One that failed keeps the controller from another try for some time."""
+    def ended(self, done: bool) -> float:
+        """After a change of size. Returns for how many seconds the controller may not try another: none if it is done."""
         first, longest = RETRY_SECONDS
-        if not done:
-            self._retry_at = time.monotonic() + self._retry_after
+        wait = 0.0 if done else self._retry_after
+        self._retry_at = time.monotonic() + wait
         self._retry_after = first if done else min(2 * self._retry_after, longest)
+        return wait
 
     def growth(
         self, request: "Request", num_blocks: int, running: "Sequence[Request]", at_once: Callable[[], int]

@@ -5,6 +5,7 @@ A resize is a transaction. It runs between steps, one at a time, as a generator
 that yields what it waits for. While it waits, the engine goes on stepping.
 """
 
+import threading
 import time
 from collections import deque
 from concurrent.futures import Future
@@ -20,7 +21,8 @@ from vllm.v1.elastic_kv.resize import ResizeRequest, ResizeResult, explain
 from vllm.v1.elastic_kv.resizer import Resizer, call
 from vllm.v1.elastic_kv.stats import ElasticKVStats
 from vllm.v1.elastic_kv.transaction import Job, Timer, Transaction, Waitable
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -203,7 +205,10 @@ class ElasticKVController:
             result = yield from self._resizer.grow(job, self.pool.missing_chunks()[:change])
         else:
             result = yield from self._resizer.shrink(job, -change)
-        self._accounts.measured((yield from self._resizer.settle(job)))
+        ranks = yield from self._resizer.settle(job)
+        self._accounts.measured(ranks)
+        if late := max(rank["unreleased_bytes"] for rank in ranks):
+            result.reason = result.reason or f"{late} bytes of a rank are not given back to the device yet"
         return result
 
     def _job(
@@ -221,9 +226,17 @@ class ElasticKVController:
             return True
         return isinstance(waits_for, Timer) and self._engine.scheduler.has_requests()
 
+    def _wake_after(self, seconds: float) -> None:
+        """Let the engine loop look again by then, though it be idle: what could not be done may be possible."""
+        if isinstance(self._engine, EngineCoreProc):
+            wake = (EngineCoreRequestType.WAKEUP, None)
+            timer = threading.Timer(seconds, self._engine.input_queue.put_nowait, [wake])
+            timer.daemon = True
+            timer.start()
+
     def _finish(self, job: Job) -> None:
         answer = self._accounts.ended(job)
-        if not job.request.dry_run:
-            self.allowance.ended(job.result.outcome == "done")
+        if not job.request.dry_run and (wait := self.allowance.ended(job.result.outcome == "done")):
+            self._wake_after(wait)
         job.answer.set_result(answer)
         self._accounts.show()

@@ -176,7 +176,7 @@ class HostPageDriver(PageDriver):
         return rest
 
     def synchronize(self) -> None:
-        """Nothing runs on the host beside the thread that calls this."""
+        """What a step does on the host it has done when it returns, and the caller has seen to it that it has."""
 
     def available_bytes(self) -> int:
         return host_memory.available_bytes()

@@ -21,21 +21,25 @@ def copy_blocks(arena: "KVArena", sources: Sequence[int], destinations: Sequence
         sources: Block ids to copy from.
         destinations: Block ids to copy to, none of them among the sources.
 
+    Raises:
+        PageDriverError: It could not be done. No source has changed.
+
     """
     arena.driver.synchronize()
     buffer = arena.tensor()
     capacity = arena.capacity_chunks * arena.chunk_blocks
-    if buffer.is_cuda:
-        # One launch, instead of one for each block and segment.
-        from vllm.v1.elastic_kv.kernels.move import move_blocks
+    nbytes = len(sources) * sum(segment.stride for segment in arena.segments)
+    with torch_errors("copy_", nbytes, arena.driver.device):
+        if buffer.is_cuda:
+            # One launch, instead of one for each block and segment.
+            from vllm.v1.elastic_kv.kernels.move import move_blocks
 
-        move_blocks(buffer, arena.segments, sources, destinations, capacity)
-        arena.driver.synchronize()
-        return
-    for segment in arena.segments:
-        rows = torch.as_strided(buffer, (capacity, segment.stride), (segment.stride, 1), segment.offset)
-        for source, destination in zip(sources, destinations, strict=True):
-            rows[destination].copy_(rows[source])
+            move_blocks(buffer, arena.segments, sources, destinations, capacity)
+        else:
+            for segment in arena.segments:
+                rows = torch.as_strided(buffer, (capacity, segment.stride), (segment.stride, 1), segment.offset)
+                for source, destination in zip(sources, destinations, strict=True):
+                    rows[destination].copy_(rows[source])
     arena.driver.synchronize()
 
 

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def choose(scheduler: "Scheduler", num_blocks: int) -> list["Request"]:
+def choose(scheduler: "Scheduler", num_blocks: int) -> tuple[list["Request"], int]:
     """The running requests to preempt for `num_blocks` blocks to come free, or all if
-    that is too few. The last ones first, as upstream does when blocks run out: in order
-    of arrival or, with the priority policy, of priority. Changes nothing.
+    that is too few, and how many blocks come free. The last requests first, as upstream does
+    when blocks run out: in order of arrival or, with the priority policy, of priority.
+    Changes nothing.
     """
     chosen: list[Request] = []
     references: dict[int, int] = {}  # block id -> references that are left
@@ -29,7 +30,7 @@ def choose(scheduler: "Scheduler", num_blocks: int) -> list["Request"]:
             left = references.get(block.block_id, block.ref_cnt) - 1
             references[block.block_id] = left
             freed += left == 0
-    return chosen
+    return chosen, freed
 
 
 def preempt(scheduler: "Scheduler", requests: Sequence["Request"]) -> None:

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm import envs
+from vllm.utils.math_utils import cdiv
 from vllm.v1.elastic_kv import preemption, worker_side
 from vllm.v1.elastic_kv.block_pool import ElasticBlockPool, ShrinkPlan
 from vllm.v1.elastic_kv.resize import Outcome
@@ -70,7 +71,7 @@ class Resizer:
         self._block_bytes = block_bytes
         self._chunk_bytes = block_bytes * pool.layout.chunk_blocks
         self._publish = publish
-        # How much fits into a millisecond: chunks for attach, blocks for move.
+        # How much fits into a millisecond: chunks for an attach that makes its pages, blocks for move.
         self._pace: dict[WorkerCall, float] = {
             worker_side.attach: FIRST_SLICE_BYTES / self._chunk_bytes / SLICE_MS,
             worker_side.move: FIRST_SLICE_BYTES / block_bytes / SLICE_MS,
@@ -82,10 +83,10 @@ class Resizer:
         result = job.result
         if change <= 0:
             plan = self._pool.plan_shrink(-change)
-            victims = self._victims(job, plan)
+            victims, freed = self._victims(job, plan)
             result.evicted, result.moved, result.preempted = plan.evicted, plan.moved, len(victims)
             result.moved_bytes = plan.moved * self._block_bytes
-            missing = 0 if victims else plan.missing
+            missing = cdiv(max(0, plan.shortfall - freed), chunk_blocks) if victims else plan.missing
             result.after += (change + missing) * chunk_blocks
             return job.end(*_outcome_of_shrink(-change - missing, missing))
         probes: list[ProbeReport] = yield call(self._executor, worker_side.probe, self._pool.layout.driver)
@@ -113,7 +114,7 @@ class Resizer:
 
     def grow_now(self, job: Job, chunks: Sequence[int]) -> None:
         """Attach `chunks` and publish their blocks at once, for a step that is being scheduled."""
-        error = _at_once(self._on_all_ranks(job, worker_side.attach, worker_side.detach, chunks))
+        error = self._slice(job, worker_side.attach, worker_side.detach, chunks)
         job.end("refused" if error else "done", error)
         if not error:
             self._pool.grow(chunks)
@@ -123,11 +124,11 @@ class Resizer:
         """Withdraw up to `num_chunks` chunks, empty and detach them."""
         with Pause(job):
             plan = self._pool.plan_shrink(num_chunks)
-        if self._victims(job, plan):
+        if self._victims(job, plan)[0]:
             yield from self._drain(job)
             with Pause(job):
                 # Requests may have ended meanwhile, or come to need more.
-                victims = self._victims(job, self._pool.plan_shrink(num_chunks))
+                victims, _ = self._victims(job, self._pool.plan_shrink(num_chunks))
                 preemption.preempt(self._scheduler, victims)
                 job.result.preempted = len(victims)
                 plan = self._pool.plan_shrink(num_chunks)
@@ -159,9 +160,10 @@ class Resizer:
         yield from self._look(worker_side.busy, _all_idle, lambda: time.monotonic() > end)
         return (yield call(self._executor, worker_side.measure))
 
-    def _victims(self, job: Job, plan: ShrinkPlan) -> "list[Request]":
+    def _victims(self, job: Job, plan: ShrinkPlan) -> "tuple[list[Request], int]":
+        """The requests to preempt, and the blocks that come free with them."""
         if not plan.shortfall or not job.request.allow_preemption:
-            return []
+            return [], 0
         return preemption.choose(self._scheduler, plan.shortfall)
 
     def _drain(self, job: Job) -> Generator[Waitable, Any, None]:
@@ -173,8 +175,7 @@ class Resizer:
         """Detach chunks that were emptied, while the engine goes on. Returns why it could not be done."""
         # From here on their pages go, even if the caller's time is up: nothing uses them any more.
         yield Fence(self._engine)
-        begun: list[RankReport] = yield call(self._executor, worker_side.begin_detach, chunks)
-        job.result.pause_ms += max(report["elapsed_ms"] for report in begun)
+        job.result.pause_ms += max((yield call(self._executor, worker_side.begin_detach, chunks)))
         longest = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
         end = time.monotonic() + longest
         reports = yield from self._look(worker_side.end_detach, all, lambda: time.monotonic() > end)
@@ -194,7 +195,7 @@ class Resizer:
         error = None
         if moves:  # the requests may have ended meanwhile
             # At once: an abort that is processed meanwhile would free blocks that are being moved.
-            error = _at_once(self._on_all_ranks(job, worker_side.move, worker_side.unmove, moves))
+            error = self._slice(job, worker_side.move, worker_side.unmove, moves)
         if not error:
             with Pause(job):
                 self._pool.move(moves)
@@ -235,11 +236,15 @@ class Resizer:
     ) -> Generator[Waitable, Any, str | None]:
         """Do something on every rank, or on none. Returns why it was none."""
         reports: list[RankReport] = yield call(self._executor, do, what)
-        elapsed_ms = max(report["elapsed_ms"] for report in reports)
-        job.result.pause_ms += elapsed_ms
-        error = yield from self._agree(job, reports, undo, what)
+        job.result.pause_ms += max(report["elapsed_ms"] for report in reports)
+        return (yield from self._agree(job, reports, undo, what))
+
+    def _slice(self, job: Job, do: WorkerCall, undo: WorkerCall, what: Sequence[Any]) -> str | None:
+        """Like `_on_all_ranks`, but the engine does nothing in between. How long it takes says how much the next may be."""
+        before_ms = job.result.pause_ms
+        error = _at_once(self._on_all_ranks(job, do, undo, what))
         if not error:
-            pace = len(what) / max(elapsed_ms, 0.001)
+            pace = len(what) / max(job.result.pause_ms - before_ms, 0.001)
             self._pace[do] = min(4 * self._pace[do], pace)
         return error
 
