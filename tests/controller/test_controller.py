@@ -335,7 +335,9 @@ class TestFailingRanks:
         assert brief(engine.resize(blocks=4)) == ("done", 6, 4, 0)
         assert engine.arenas[0].attached == engine.arenas[1].attached == engine.pool.resident_chunks
         assert [rank["handles"] for rank in engine.controller.state()["ranks"]] == [6, 7]
-        assert engine.controller.state()["last"]["reason"] == "4096 bytes of a rank are not given back to the device yet"
+        assert (
+            engine.controller.state()["last"]["reason"] == "8192 bytes of a rank are not given back to the device yet"
+        )
         assert engine.resize(blocks=2)["reason"] is None
         engine.check()
         assert [rank["handles"] for rank in engine.controller.state()["ranks"]] == [3, 3]

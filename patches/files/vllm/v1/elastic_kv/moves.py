@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from vllm.v1.elastic_kv.page_driver import torch_errors
+
 if TYPE_CHECKING:
     from vllm.v1.elastic_kv.arena import KVArena
 
