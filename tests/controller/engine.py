@@ -229,7 +229,7 @@ class Engine:
         """All ranks agree with each other, with the system, with the pool and with upstream's numbers."""
         for arena in self.arenas:
             check(self.pool, arena if same_as_pool else None)
-            assert arena.attached >= self.pool.resident_chunks - self.pool._leaving
+            assert arena.attached >= self.pool.resident_chunks - self.pool._leaving.keys()
             # A rank that failed is followed by the others in the next turn.
             assert arena.attached == self.arenas[0].attached or not same_as_pool
             assert arena.reported_bytes() == arena.resident_bytes
@@ -238,7 +238,7 @@ class Engine:
             layout = worker.model_runner.kv_cache_config.elastic_kv
             marked = set(layout.residency.resident.view(-1, layout.chunk_blocks).all(1).nonzero().flatten().tolist())
             # What the kernels are told is never more than what is there.
-            assert self.pool.resident_chunks - self.pool._leaving <= marked <= layout.arena.attached
+            assert self.pool.resident_chunks - self.pool._leaving.keys() <= marked <= layout.arena.attached
         blocks = self.resident_blocks()
         cache_config, manager = self.vllm_config.cache_config, self.scheduler.kv_cache_manager
         if not self.pool.leaving:  # a block that is freed while its chunk leaves is counted out when the chunk is

@@ -45,21 +45,31 @@ def scatter(pool, rng: random.Random) -> None:
     pool.free_block_queue.append_n(free)
 
 
-def poison() -> None:
-    """Fill chunks with NaN before they go: were their pages to come back like that, it would spread over requests."""
+def poison() -> list[int]:
+    """Fill chunks with NaN before they go: were their pages to come back like that, it would spread over requests.
+
+    Returns the chunks that were filled, as they come to be.
+    """
     from vllm.v1.elastic_kv.arena import KVArena
 
-    def detach(arena: KVArena, chunks: Iterable[int]) -> None:
-        chunks = list(chunks)
-        whole = arena.tensor()
-        for segment in arena.segments:
-            size = segment.stride * arena.chunk_blocks
-            for chunk in chunks:
-                whole[segment.offset + chunk * size :][:size] = -1  # 0xFF bytes: NaN in every float format
-        plain_detach(arena, chunks)
+    filled: list[int] = []
 
-    plain_detach = KVArena.detach
-    KVArena.detach = detach
+    def poisoning(plain):
+        def detach(arena: KVArena, chunks: Iterable[int]) -> None:
+            chunks = list(chunks)
+            whole = arena.tensor()
+            for segment in arena.segments:
+                size = segment.stride * arena.chunk_blocks
+                for chunk in chunks:
+                    whole[segment.offset + chunk * size :][:size] = -1  # 0xFF bytes: NaN in every float format
+            filled.extend(chunks)
+            plain(arena, chunks)
+
+        return detach
+
+    for name in ("detach", "begin_detach"):
+        setattr(KVArena, name, poisoning(getattr(KVArena, name)))
+    return filled
 
 
 def plant(core) -> str:
@@ -81,8 +91,7 @@ def main(options: dict) -> dict:
         from vllm.v1.elastic_kv.host_driver import HostPageDriver
 
         HostPageDriver.granule = options["granule"]
-    if elastic:
-        poison()
+    poisoned = poison() if elastic else []
     size = {"elastic_kv_config": elastic} if elastic else {"kv_cache_memory_bytes": 1 << 29}
     engine = LLMEngine.from_engine_args(
         EngineArgs(
@@ -145,6 +154,7 @@ def main(options: dict) -> dict:
         "outcomes": outcomes,
         "costs": costs,
         "sizes": sizes,
+        "poisoned": len(poisoned),
         "planted": planted,
         "reasons": reasons,
         "faults": core.elastic_kv.take_stats().soft_page_faults if elastic else 0,

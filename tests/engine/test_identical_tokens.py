@@ -61,6 +61,7 @@ def assert_resized(result):
     assert max(sizes) > 150
     assert result["outcomes"]["done"] > 40
     assert set(result["outcomes"]) <= {"done", "partial", "refused"}
+    assert result["poisoned"] > 100
     assert all(result["costs"][cost] > 0 for cost in ("evicted", "moved", "preempted")), result["costs"]
 
 

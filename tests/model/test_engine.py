@@ -1,11 +1,11 @@
 """The model in the real engine. One engine, in a process of its own, answers all questions."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
+from support.servers import engine_environment
 
 pytestmark = pytest.mark.engine
 
@@ -26,12 +26,7 @@ print("ANSWERS" + json.dumps(answers))
 
 @pytest.fixture(scope="module")
 def answers(smollm2):
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
+    environment = engine_environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     command = [sys.executable, "-c", QUESTIONS, str(smollm2)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-3000:]

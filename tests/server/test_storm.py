@@ -13,7 +13,7 @@ from elastic_tools.storm.run import Target, storm
 from elastic_tools.storm.verdict import Verdict, judge
 from support.servers import serving
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 KEY = "a-test-key"
 # The 16 requests that run hold 60 to 180 blocks, and sizes are 64 to 512: many shrinks meet blocks in use. The base has

@@ -28,8 +28,13 @@ def smollm2() -> str:
 
 
 def engine_environment() -> dict[str, str]:
-    """What an engine needs on a small CPU machine, without a network."""
-    cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    """What an engine needs on a small CPU machine, without a network. Tests that run side by side share the cores:
+    an engine's threads wait for each other, so two engines with a thread on every core come to a crawl.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    jobs = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    job = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    cpus = ",".join(map(str, cores[job % len(cores) :: jobs]))
     return os.environ | {"VLLM_CPU_OMP_THREADS_BIND": cpus, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 

@@ -17,7 +17,7 @@ from support.servers import SUPPORT, engine_environment, serving
 from .ray_nodes import ray_environment, ray_nodes
 from .shared_memory import no_shared_memory_left
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 KEY = "a-test-key"
 ELASTIC = '{"start": "48MiB", "capacity": "96MiB"}'

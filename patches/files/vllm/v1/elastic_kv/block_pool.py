@@ -57,7 +57,8 @@ class ElasticBlockPool(BlockPool):
         self.layout = layout
         self._resident = set(range(num_gpu_blocks // layout.chunk_blocks))
         self._base_chunks = layout.base_blocks // layout.chunk_blocks
-        self._leaving: set[int] = set()
+        # Chunks that leave, and how many live blocks each has: looked at after every step, so they are counted.
+        self._leaving: dict[int, int] = {}
         # As many as there are live blocks in leaving chunks; neither free nor in use.
         self._destinations: list[KVCacheBlock] = []
 
@@ -117,13 +118,13 @@ class ElasticBlockPool(BlockPool):
         leavable = len(self._resident) - self._base_chunks
         wanted = min(num_chunks, leavable)
         possible = min(wanted, room // size)
-        victims = sorted(
-            (chunk for chunk in self._resident if chunk >= self._base_chunks),
-            key=lambda chunk: (live[chunk], worth[chunk], -chunk),
-        )[:possible]
+        candidates = [chunk for chunk in self._resident if chunk >= self._base_chunks]
+        victims = sorted(candidates, key=lambda chunk: (live[chunk], worth[chunk], -chunk))[:possible]
+        moved = sum(live[chunk] for chunk in victims)
+        untouched = not moved and all(worth[chunk] < 0 for chunk in victims)
         return ShrinkPlan(
             chunks=tuple(sorted(victims)),
-            evicted=self._evicted_by(victims, moved := sum(live[chunk] for chunk in victims)),
+            evicted=0 if untouched else self._evicted_by(victims, moved),
             moved=moved,
             missing=num_chunks - possible,
             shortfall=max(0, wanted * size - room),
@@ -140,13 +141,19 @@ class ElasticBlockPool(BlockPool):
         assert not self._leaving, "another shrink is under way"
         assert self._resident.issuperset(chunks), f"some of the chunks {chunks} are not resident"
         assert all(chunk >= self._base_chunks for chunk in chunks), f"some of the chunks {chunks} are of the base"
-        self._leaving = set(chunks)
-        blocks = [self.blocks[block_id] for chunk in chunks for block_id in self._ids(chunk)]
-        free = [block for block in blocks if not block.ref_cnt]
-        for block in free:
-            self.free_block_queue.remove(block)
+        self._leaving = dict.fromkeys(chunks, 0)
+        free, live = [], 0
+        for chunk in chunks:
+            for block_id in self._ids(chunk):
+                block = self.blocks[block_id]
+                if block.ref_cnt:
+                    self._leaving[chunk] += 1
+                    live += 1
+                else:
+                    self.free_block_queue.remove(block)
+                    free.append(block)
         self.num_gpu_blocks -= len(free)
-        self._destinations = self.free_block_queue.popleft_n(len(blocks) - len(free))
+        self._destinations = self.free_block_queue.popleft_n(live)
         return self._evict(free) + self._evict(self._destinations)
 
     @property
@@ -156,12 +163,12 @@ class ElasticBlockPool(BlockPool):
 
     def emptied(self) -> list[int]:
         """Leaving chunks in which no block is live, lowest first."""
-        return sorted(chunk for chunk in self._leaving if not self._live_in(chunk))
+        return sorted(chunk for chunk, live in self._leaving.items() if not live)
 
     def next_moves(self, at_most: int) -> list[Move]:
         """Moves that empty leaving chunks, those with the fewest live blocks first."""
-        live = sorted(filter(None, map(self._live_in, self._leaving)), key=len)
-        sources = [block for blocks in live for block in blocks][:at_most]
+        live = sorted((live, chunk) for chunk, live in self._leaving.items() if live)
+        sources = [block for _, chunk in live for block in self._live_in(chunk)][:at_most]
         return [
             Move(source.block_id, destination.block_id)
             for source, destination in zip(sources, reversed(self._destinations), strict=False)
@@ -179,6 +186,7 @@ class ElasticBlockPool(BlockPool):
             num_tokens = block.block_hash_num_tokens
             hashes = self._remove_cached_block_hashes(block)
             block.block_id, other.block_id = destination, source
+            self._leaving[source // self.layout.chunk_blocks] -= 1
             self.blocks[destination], self.blocks[source] = block, other
             for block_hash in hashes:
                 # The first one is the block's own; it alone has a number of tokens.
@@ -190,8 +198,7 @@ class ElasticBlockPool(BlockPool):
     def retire(self, chunks: Sequence[int]) -> None:
         """Forget leaving chunks that were emptied; their pages are gone."""
         for chunk in chunks:
-            assert not self._live_in(chunk), f"chunk {chunk} is in use"
-        self._leaving.difference_update(chunks)
+            assert not self._leaving.pop(chunk), f"chunk {chunk} is in use"
         self._resident.difference_update(chunks)
 
     def restore(self) -> None:
@@ -199,7 +206,7 @@ class ElasticBlockPool(BlockPool):
         blocks = [self.blocks[block_id] for chunk in sorted(self._leaving) for block_id in self._ids(chunk)]
         self.free_block_queue.prepend_n(self._destinations)
         self._destinations = []
-        self._leaving = set()
+        self._leaving = {}
         self._publish([block for block in blocks if not block.ref_cnt])
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
@@ -212,6 +219,7 @@ class ElasticBlockPool(BlockPool):
         gone = [self.blocks[block_id] for block_id in live if not self.blocks[block_id].ref_cnt]
         for block in gone:
             self.free_block_queue.remove(block)
+            self._leaving[block.block_id // self.layout.chunk_blocks] -= 1
         self._evict(gone)
         self.num_gpu_blocks -= len(gone)
         # Their destinations are not needed any more.
@@ -238,10 +246,12 @@ class ElasticBlockPool(BlockPool):
         assert len(resident) == self.num_gpu_blocks, "resident blocks are miscounted"
         assert pages.issuperset(range(self.layout.base_blocks)), "a base block is not resident"
         assert ids <= resident, f"blocks without pages are in the free queue: {sorted(ids - resident)}"
-        assert self._leaving <= self._resident, "a chunk that is leaving is not resident"
+        assert self._leaving.keys() <= self._resident, "a chunk that is leaving is not resident"
+        for chunk, count in self._leaving.items():
+            assert len(self._live_in(chunk)) == count, f"live blocks of chunk {chunk} are miscounted"
         assert spare.isdisjoint(ids), "a destination is in the free queue"
         assert not any(map(self._is_leaving, self._destinations)), "a destination is leaving"
-        stranded = sum(len(self._live_in(chunk)) for chunk in self._leaving)
+        stranded = sum(self._leaving.values())
         assert len(spare) == stranded, f"{len(spare)} destinations are set aside for {stranded} live blocks"
         for index, block in enumerate(self.blocks):
             assert block.block_id == index, f"block {block.block_id} is at index {index}"
@@ -272,12 +282,13 @@ class ElasticBlockPool(BlockPool):
 
     def _evict(self, blocks: Sequence[KVCacheBlock]) -> int:
         """Take the prefixes of free blocks away. Returns how many blocks had one."""
+        if not self.metrics_collector:  # it is told of every block
+            more = self.cached_block_hashes_by_block
+            blocks = [block for block in blocks if block.block_hash is not None or block.block_id in more]
         return sum([self._maybe_evict_cached_block(block) for block in blocks])
 
     def _evicted_by(self, victims: Sequence[int], moved: int) -> int:
         """Cached blocks in `victims`, and among the destinations of `moved` blocks."""
-        if not len(self.cached_block_hash_to_block):
-            return 0
         leaving, destinations, evicted = set(victims), 0, 0
         for block in self.free_block_queue.iter_blocks_after(None):
             if block.block_id // self.layout.chunk_blocks in leaving:
