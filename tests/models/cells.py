@@ -222,7 +222,7 @@ class Resizes:
         # Most of the sizes are tight. Seldom the least: then everything waits until the next resize.
         low = state["base"] if self._rng.random() < 0.25 else max(state["base"], state["capacity"] // 16)
         high = max(low, state["capacity"] // 6) if self._rng.random() < 0.7 else state["capacity"]
-        if state["used"] > state["base"] and not self.done["preempted"]:
+        if self._preempt and state["used"] > state["base"] and not self.done["preempted"]:
             # What is in use when the dice fall low depends on what the model answers: the first time it is made sure.
             low = high = state["base"]
         answer = self._engine.resize_kv_cache(blocks=self._rng.randint(low, high), allow_preemption=self._preempt)
