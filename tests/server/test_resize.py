@@ -227,7 +227,7 @@ def test_500_cycles_return_to_where_they_began(server):
         return rank["handles"], server.cache_bytes(), process.num_fds(), mappings, process.memory_info().rss
 
     def cycle():
-        for blocks in (half + 64, half):
+        for blocks in (half + 16, half):
             answer = server.resize(blocks=blocks)
             assert answer["outcome"] == "done", answer
 
