@@ -33,9 +33,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def command_line(port: int, options: Sequence[str]) -> serve.Plan:
-    """What `scripts/serve` would run on this machine, with `options` on top."""
+def command_line(port: int, options: Sequence[str], model: str | None = None) -> serve.Plan:
+    """What `scripts/serve` would run on this machine, with `options` on top. `model` goes before MODEL."""
     environment = {name: value for name, value in os.environ.items() if name not in ("HOST", "PORT", "ELASTIC")}
+    if model is not None:
+        environment["MODEL"] = model
     try:
         return serve.plan(
             ["--host", "127.0.0.1", "--port", str(port), *options],
@@ -50,7 +52,9 @@ def command_line(port: int, options: Sequence[str]) -> serve.Plan:
 
 
 @contextlib.contextmanager
-def running(options: Sequence[str], log: Path, show: Callable[[str], None]) -> Iterator[tuple[str, int]]:
+def running(
+    options: Sequence[str], log: Path, show: Callable[[str], None], model: str | None = None
+) -> Iterator[tuple[str, int]]:
     """A server that answers, as its address and process id; it is ended when the block is left.
 
     Raises:
@@ -58,7 +62,7 @@ def running(options: Sequence[str], log: Path, show: Callable[[str], None]) -> I
 
     """
     port = free_port()
-    plan = command_line(port, options)
+    plan = command_line(port, options, model)
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as file:
         process = subprocess.Popen(
