@@ -75,9 +75,10 @@ def main() -> int:
     without = ["--excludes", str(REQUIREMENTS / "cpu-without.txt")]
     cpu = lock("cpu", versions, without, upgrade)
     lock("cuda", versions, [], upgrade)
-    # The tools come on top of either engine, so they hold only what the engine's lock does not.
+    # The tools, and Ray in the images, come on top of either engine, so they hold only what the engine's lock does not.
     omit = [option for package in cpu for option in ("--no-emit-package", package)]
     lock("dev", versions | cpu, without + omit, upgrade)
+    lock("ray", versions | cpu, without + omit, upgrade)
     return 0
 
 

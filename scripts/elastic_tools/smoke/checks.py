@@ -129,13 +129,16 @@ def graphs(smoke: Smoke) -> str:
 
 def load(smoke: Smoke) -> str:
     """Resizes while requests stream: none fails, and no token differs."""
-    with ThreadPoolExecutor(LOAD) as pool:
+    pool = ThreadPoolExecutor(LOAD)
+    try:
         asked = [pool.submit(smoke.client.stream, PROMPTS[number], TOKENS) for number in range(LOAD)]
         resizes = 0
         while resizes < 4 or not all(one.done() for one in asked):
             smoke.client.resize(blocks=smoke.sizes[resizes % 2])
             resizes += 1
         found = _compare(smoke, LOAD, [one.result()[0] for one in asked])
+    finally:
+        pool.shutdown(wait=False)  # where the time is over, nothing waits for answers that do not come
     smoke.client.resize(blocks=smoke.sizes[1])
     return f"{resizes + 1} resizes, {LOAD} requests, {found}"
 

@@ -1,0 +1,159 @@
+"""Builds the images of `docker/Dockerfile` with docker, podman or buildah, whichever works. Standard library only."""
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from elastic_tools.patchset.project import Project
+from elastic_tools.pins import ROOT, pins
+
+BUILDERS = ("docker", "podman", "buildah")
+NAME = "elastic-kv-vllm"
+# buildah as it works inside another container, without an engine and without a network of its own
+BUILDAH = ("buildah", "--storage-driver", "vfs")
+BUILDAH_BUILD = ("--isolation", "chroot", "--network", "host", "--format", "docker")  # OCI's format has no HEALTHCHECK
+
+
+class ImageError(Exception):
+    """A failure that one sentence explains."""
+
+
+def builder(works: Callable[[str], bool]) -> str:
+    """The first builder that works."""
+    for name in BUILDERS:
+        if works(name):
+            return name
+    raise ImageError("none of docker, podman and buildah works here; on Debian: apt-get install buildah.")
+
+
+def works(name: str) -> bool:
+    """Whether a builder is installed and, in the case of docker, has a daemon that answers."""
+    if shutil.which(name) is None:
+        return False
+    asked = [name, "info"] if name != "buildah" else [name, "--version"]
+    try:
+        return subprocess.run(asked, capture_output=True, timeout=60).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def arguments(target: str) -> dict[str, str]:
+    """The build arguments: the base and what the labels say."""
+    pin = pins()
+    return {
+        f"{target.upper()}_BASE": pin["image"][target],
+        "VLLM_VERSION": pin["vllm"]["version"],
+        "SERIES": Project.at(ROOT).series.hash(),
+        "REVISION": revision(),
+    }
+
+
+def revision() -> str:
+    """The commit of this checkout; with `-dirty` where files differ from it."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return result.stdout.strip() if result.returncode == 0 else "unknown"
+
+
+def build_command(target: str, name: str, base: str | None, options: Sequence[str]) -> list[str]:
+    """What builds an image, but for the context, which comes last.
+
+    Args:
+        target: `cpu` or `cuda`.
+        name: Of the builder.
+        base: Another base image than the pinned one, or None.
+        options: For the builder.
+
+    """
+    given = arguments(target)
+    if base is not None:
+        given[f"{target.upper()}_BASE"] = base
+    start = [*BUILDAH, "build", *BUILDAH_BUILD] if name == "buildah" else [name, "build"]
+    file = ["--file", str(ROOT / "docker" / "Dockerfile"), "--target", target, "--tag", tag(target)]
+    return [*start, *file, *(f"--build-arg={key}={value}" for key, value in given.items()), *options]
+
+
+def tag(target: str) -> str:
+    """The name of an image: vLLM's release, the target."""
+    return f"{NAME}:{pins()['vllm']['version']}-{target}"
+
+
+def build(target: str, base: str | None, options: Sequence[str]) -> None:
+    """Builds an image from the files that git knows, and no others."""
+    command = build_command(target, builder(works), base, options)
+    with tempfile.TemporaryDirectory(prefix="image-") as folder:
+        context(Path(folder))
+        run([*command, folder])
+    say(f"built {tag(target)}")
+
+
+def context(into: Path) -> None:
+    """Copies what the Dockerfile may take: files that git tracks or would, not what was made beside them."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--"]
+    listing += ["configs", "docker", "patches", "scripts"]
+    for path in subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0"):
+        if path and (ROOT / path).exists():
+            (into / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / path, into / path)
+
+
+def make_base(release: str, mirror: str) -> None:
+    """Makes a base image from Debian's packages alone, for places that no image registry reaches."""
+    name = f"localhost/debian:{release}-minbase"
+    with tempfile.TemporaryDirectory(prefix="debian-") as folder:
+        run(["debootstrap", "--variant=minbase", release, folder, mirror])
+        made = run([*BUILDAH, "from", "scratch"], capture=True)
+        run([*BUILDAH, "copy", "--quiet", made, folder, "/"])
+        run([*BUILDAH, "config", "--cmd", "bash", made])
+        run([*BUILDAH, "commit", "--quiet", "--rm", made, name])
+    say(f"made {name}: scripts/image build cpu --base {name}")
+
+
+def run(command: Sequence[str], capture: bool = False) -> str:
+    """Runs a command that has to work. Returns what it printed, where that is captured."""
+    say(shlex.join(command))
+    try:
+        result = subprocess.run(command, stdout=subprocess.PIPE if capture else None, text=True)
+    except FileNotFoundError:
+        raise ImageError(f"{command[0]} is not installed.") from None
+    if result.returncode != 0:
+        raise ImageError(f"{command[0]} ended with status {result.returncode}.")
+    return result.stdout.strip() if capture else ""
+
+
+def say(text: str) -> None:
+    """A line for the user."""
+    print(f"image: {text}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="scripts/image", description="Builds the container images.")
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+    one = verbs.add_parser("build", help="build an image", epilog="Options after -- go to the builder.")
+    one.add_argument("target", choices=["cpu", "cuda"])
+    one.add_argument("--base", help="another base image than the one of configs/pins.toml, best by its digest")
+    one.add_argument("options", nargs="*", metavar="-- OPTION", help="for docker, podman or buildah")
+    base = verbs.add_parser(
+        "base", help="make a Debian base image with debootstrap and buildah"
+    )
+    base.add_argument("--release", default="bookworm")
+    base.add_argument("--mirror", default="http://deb.debian.org/debian")
+    verbs.add_parser("names", help="print the names of the images")
+    chosen = top.parse_args(argv)
+    try:
+        if chosen.verb == "build":
+            build(chosen.target, chosen.base, chosen.options)
+        elif chosen.verb == "base":
+            make_base(chosen.release, chosen.mirror)
+        else:
+            print("\n".join(tag(target) for target in ("cpu", "cuda")))
+    except ImageError as error:
+        say(str(error))
+        return 1
+    return 0
