@@ -1,7 +1,7 @@
 # Every command of this repository. `make` alone lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo storm test lint format tree refresh check bench bench-resize bench-driver kernels bench-kernel plan-study plan-accuracy lock clean
+.PHONY: help setup serve demo storm smoke test lint format tree refresh check bench bench-resize bench-driver kernels bench-kernel image image-test plan-study plan-accuracy lock clean
 
 PY := .venv/bin/python
 export MODEL HOST PORT ELASTIC
@@ -20,6 +20,15 @@ demo: setup ## Watch a server grow and shrink its cache under load
 
 storm: setup ## Storm a server: 32 clients, a resize four times a second (ARGS='...' for scripts/storm)
 	@scripts/storm $(ARGS)
+
+smoke: ## Tell within minutes whether a server works, on a GPU or a CPU (ARGS='...' for scripts/smoke)
+	@scripts/smoke $(ARGS)
+
+image: ## Build a container image (TARGET=cpu or cuda, ARGS='...' for scripts/image build)
+	@scripts/image build $(or $(TARGET),cpu) $(ARGS)
+
+image-test: setup ## Run the cpu image that was built: it answers, resizes, drains and stops
+	@ELASTIC_KV_IMAGE=$$(scripts/image names | head -n 1) $(PY) -m pytest tests/image $(ARGS)
 
 test: ## Run all tests (ARGS='...' for pytest)
 	@scripts/test $(ARGS)

@@ -139,9 +139,7 @@ def main(argv: Sequence[str]) -> int:
     one.add_argument("target", choices=["cpu", "cuda"])
     one.add_argument("--base", help="another base image than the one of configs/pins.toml, best by its digest")
     one.add_argument("options", nargs="*", metavar="-- OPTION", help="for docker, podman or buildah")
-    base = verbs.add_parser(
-        "base", help="make a Debian base image with debootstrap and buildah"
-    )
+    base = verbs.add_parser("base", help="make a Debian base image with debootstrap and buildah")
     base.add_argument("--release", default="bookworm")
     base.add_argument("--mirror", default="http://deb.debian.org/debian")
     verbs.add_parser("names", help="print the names of the images")

@@ -1,4 +1,4 @@
-"""The entrypoint and the health check of the images, with programs in the place of vLLM and Ray that note their calls."""
+"""The entrypoint and the health check of the images, with programs in place of vLLM and Ray that note their calls."""
 
 import os
 import signal

@@ -15,7 +15,7 @@ from elastic_tools.storm.watch import idle_inconsistencies
 
 MIB = 1 << 20
 TOKENS = 16
-BATCHES = (1, 2, 4, 8)  # graphs are captured for each of these
+BATCHES = (1, 2, 4, 8)  # graphs are captured for each of these; without graphs the ends are enough
 PROMPTS = (
     "The capital of France is",
     "Question: name three things that are blue.\nAnswer:",
@@ -80,7 +80,7 @@ def state(smoke: Smoke) -> str:
 
 def completion(smoke: Smoke) -> str:
     """Batches of prompts are answered, the same way twice."""
-    for size in BATCHES:
+    for size in BATCHES if smoke.begin["driver"] == "cuda" else (min(BATCHES), max(BATCHES)):
         first, second = (smoke.client.complete(PROMPTS[:size], TOKENS) for _ in range(2))
         smoke.wanted[size] = [_certain(one, other) for one, other in zip(first, second, strict=True)]
     count = sum(map(len, smoke.wanted[max(BATCHES)]))
