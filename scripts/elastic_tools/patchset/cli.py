@@ -8,7 +8,7 @@ from pathlib import Path
 
 from elastic_tools.pins import ROOT
 
-from . import check, fetch, install, mailbox, tree
+from . import check, fetch, install, mailbox, survey, target, tree
 from .errors import Refusal
 from .project import Project
 from .series import atomic_write
@@ -37,6 +37,9 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--force-version", action="store_true", help="take a fork: any version, moved lines")
         if verb == "status":
             command.add_argument("--json", action="store_true", help="print one JSON object")
+    look = verbs.add_parser("survey", help="say, hunk by hunk, how the series stands to another release or a fork")
+    look.add_argument("dir", type=Path, metavar="DIR", help="a venv, a site-packages folder or a source tree")
+    look.add_argument("-o", "--output", type=Path, metavar="FILE", help="write there, not to standard output")
     export = verbs.add_parser("export", help="write everything as one mailbox for `git am`")
     export.add_argument("-o", "--output", type=Path, metavar="FILE", help="write there, not to standard output")
     return top
@@ -71,13 +74,20 @@ def _run(options: argparse.Namespace, project: Project) -> int:
         print("\n".join(install.revert(project, options.dir)))
     elif options.verb == "status":
         return _status(project, options)
+    elif options.verb == "survey":
+        other = target.find(options.dir)
+        found = survey.survey(project.series, other)
+        _write(survey.as_markdown(found, project.version, other.version or "of an unknown release").encode(), options)
     elif options.verb == "export":
-        data = mailbox.build(project.series)
-        if options.output:
-            atomic_write(options.output, data)
-        else:
-            sys.stdout.buffer.write(data)
+        _write(mailbox.build(project.series), options)
     return 0
+
+
+def _write(data: bytes, options: argparse.Namespace) -> None:
+    if options.output:
+        atomic_write(options.output, data)
+    else:
+        sys.stdout.buffer.write(data)
 
 
 def _status(project: Project, options: argparse.Namespace) -> int:

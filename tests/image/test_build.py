@@ -1,0 +1,85 @@
+"""How the images are built, and that the Dockerfile says what the pins say. Nothing is built here."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from elastic_tools import image
+from elastic_tools.pins import ROOT, pins
+
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_the_defaults_of_the_dockerfile_are_the_pins(target):
+    (default,) = re.findall(rf"^ARG {target.upper()}_BASE=(\S+)$", DOCKERFILE, re.MULTILINE)
+    assert default == pins()["image"][target]
+
+
+def test_the_cuda_base_is_the_pinned_release():
+    assert pins()["image"]["cuda"].endswith(f":v{pins()['vllm']['version']}")
+
+
+def test_every_argument_is_used():
+    for target in ("cpu", "cuda"):
+        for name in image.arguments(target):
+            assert re.search(rf"\$\{{{name}\}}", DOCKERFILE), name
+
+
+def test_both_images_are_alike_where_they_can_be():
+    """User, port, health check and entrypoint: what a deployment relies on."""
+    _, cpu, cuda = re.split(r"^FROM .* AS (?:cpu|cuda)$", DOCKERFILE, flags=re.MULTILINE)
+    same = r"^(?:USER 2000.*|WORKDIR /home.*|EXPOSE.*|STOPSIGNAL.*|HEALTHCHECK.*|ENTRYPOINT.*|LABEL(?:.*\\\n)*.*)$"
+    found = [re.findall(same, part, re.MULTILINE) for part in (cpu, cuda)]
+    assert len(found[0]) == 7
+    assert [one.replace("CPU", "CUDA") for one in found[0]] == found[1]
+
+
+@pytest.mark.parametrize(("there", "taken"), [({"docker", "buildah"}, "docker"), ({"podman"}, "podman")])
+def test_the_builder_is_the_first_that_works(there, taken):
+    assert image.builder(there.__contains__) == taken
+
+
+def test_no_builder():
+    with pytest.raises(image.ImageError, match="none of docker, podman and buildah works here"):
+        image.builder(lambda name: False)
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [
+        ("docker", ["docker", "build", "--file"]),
+        ("buildah", ["buildah", "--storage-driver", "vfs", "build", "--isolation", "chroot"]),
+    ],
+)
+def test_what_is_run(name, begin):
+    command = image.build_command("cuda", name, "vllm/vllm-openai@sha256:0", ["--pull"])
+    assert command[: len(begin)] == begin
+    assert "--build-arg=CUDA_BASE=vllm/vllm-openai@sha256:0" in command
+    assert command[command.index("--target") + 1] == "cuda"
+    assert command[command.index("--tag") + 1] == f"elastic-kv-vllm:{pins()['vllm']['version']}-cuda"
+    assert command[-1] == "--pull"
+
+
+def test_the_context_holds_what_is_copied_and_nothing_that_was_made(tmp_path):
+    image.context(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"configs", "docker", "patches", "scripts"}
+    assert not list(tmp_path.rglob("__pycache__"))
+    for sources in re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, re.MULTILINE):
+        for source in sources.split():
+            assert (tmp_path / source).exists(), source
+
+
+def test_what_the_cuda_build_copies_is_enough_for_patchset(tmp_path):
+    """The build runs docker/apply, which needs scripts/patchset, with the few files that are copied for it."""
+    for line in re.split(r"^FROM .* AS cuda$", DOCKERFILE, flags=re.MULTILINE)[1].splitlines():
+        if line.startswith("COPY "):
+            *sources, into = line.split()[1:]
+            place = tmp_path / into.removeprefix("/opt/elastic-kv/")
+            place.mkdir(parents=True, exist_ok=True) if len(sources) > 1 or into.endswith("/") else None
+            place.parent.mkdir(parents=True, exist_ok=True)
+            subprocess.run(["cp", "-r", *(ROOT / source for source in sources), place], check=True)
+    command = [sys.executable, "-I", tmp_path / "scripts" / "patchset", "status", ROOT / ".venv"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
