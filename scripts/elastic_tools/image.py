@@ -135,18 +135,18 @@ def main(argv: Sequence[str]) -> int:
     """The command line."""
     top = argparse.ArgumentParser(prog="scripts/image", description="Builds the container images.")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
-    one = verbs.add_parser("build", help="build an image", epilog="Options after -- go to the builder.")
+    one = verbs.add_parser("build", help="build an image", epilog="Options after -- go to docker, podman or buildah.")
     one.add_argument("target", choices=["cpu", "cuda"])
     one.add_argument("--base", help="another base image than the one of configs/pins.toml, best by its digest")
-    one.add_argument("options", nargs="*", metavar="-- OPTION", help="for docker, podman or buildah")
     base = verbs.add_parser("base", help="make a Debian base image with debootstrap and buildah")
     base.add_argument("--release", default="bookworm")
     base.add_argument("--mirror", default="http://deb.debian.org/debian")
     verbs.add_parser("names", help="print the names of the images")
-    chosen = top.parse_args(argv)
+    cut = list(argv).index("--") if "--" in argv else len(argv)
+    chosen, options = top.parse_args(argv[:cut]), argv[cut + 1 :]
     try:
         if chosen.verb == "build":
-            build(chosen.target, chosen.base, chosen.options)
+            build(chosen.target, chosen.base, options)
         elif chosen.verb == "base":
             make_base(chosen.release, chosen.mirror)
         else:

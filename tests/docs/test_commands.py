@@ -29,6 +29,26 @@ def test_patchset_verbs(document):
         assert f'"{verb}"' in parser, verb
 
 
+def test_options_of_the_smoke_test_and_verbs_of_the_image_tool(document):
+    tools = ROOT / "scripts" / "elastic_tools"
+    text, smoke = document.read_text(), (tools / "smoke" / "__main__.py").read_text()
+    for line in re.findall(r"scripts/smoke ([^`\n]*)", text):
+        for option in re.findall(r"--[a-z-]+", line):
+            assert option == "--help" or f'"{option}"' in smoke, option
+    for verb, line in re.findall(r"scripts/image ([a-z]+)([^`\n]*)", text):
+        assert f'"{verb}"' in (tools / "image.py").read_text(), verb
+        for option in re.findall(r"--[a-z-]+", line.split(" -- ")[0]):
+            assert f'"{option}"' in (tools / "image.py").read_text(), option
+
+
+def test_variables_of_the_images(document):
+    """What a document hands to the images is what the entrypoint, Ray or vLLM read."""
+    known = (ROOT / "docker" / "entrypoint").read_text() + (ROOT / "docker" / "compose.yaml").read_text()
+    for line in re.findall(r"^(?:[A-Z_]+=\S+ )+docker compose.*|^docker run .*", document.read_text(), re.MULTILINE):
+        for name in re.findall(r"\b([A-Z][A-Z_]+)=", line):
+            assert name in known, name
+
+
 def test_links(document):
     text = document.read_text()
     for target in re.findall(r"\]\(([^)\s]+)\)", text):

@@ -1,12 +1,15 @@
 """How the images are built, and that the Dockerfile says what the pins say. Nothing is built here."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 from elastic_tools import image
-from elastic_tools.pins import ROOT, pins
+from elastic_tools.patchset.project import Project
+from elastic_tools.pins import CACHE, ROOT, pins
 
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 
@@ -83,3 +86,46 @@ def test_what_the_cuda_build_copies_is_enough_for_patchset(tmp_path):
     command = [sys.executable, "-I", tmp_path / "scripts" / "patchset", "status", ROOT / ".venv"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_options_after_two_dashes_go_to_the_builder(monkeypatch):
+    ran = []
+    monkeypatch.setattr(image, "works", lambda name: name == "buildah")
+    monkeypatch.setattr(image, "run", lambda command: ran.append(command))
+    assert image.main(["build", "cpu", "--base", "mine", "--", "--volume", "/a:/b:ro"]) == 0
+    assert ran[0][-3:-1] == ["--volume", "/a:/b:ro"]
+    assert "--build-arg=CPU_BASE=mine" in ran[0]
+
+
+@pytest.fixture
+def cuda_like(tmp_path):
+    """A Python tree as in upstream's image: the files that the series touches, unpatched, of a wheel named vllm."""
+    site, series = tmp_path / "dist-packages", Project.at(ROOT).series
+    for path in [*series.touched(), "vllm/__init__.py"]:
+        (site / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(CACHE / "upstream" / path, site / path)
+    release = pins()["vllm"]["version"]
+    (site / f"vllm-{release}.dist-info").mkdir()
+    (site / f"vllm-{release}.dist-info" / "METADATA").write_text(f"Name: vllm\nVersion: {release}\n")
+    (site / f"vllm-{release}.dist-info" / "RECORD").write_text("vllm/__init__.py,,\n")
+    return site
+
+
+def apply_step(site):
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(site)}
+    return subprocess.run([ROOT / "docker" / "apply"], env=environment, capture_output=True, text=True)
+
+
+def test_the_patch_step_of_the_cuda_image(cuda_like):
+    result = apply_step(cuda_like)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert ": applied" in result.stdout
+    assert Project.at(ROOT).series.hash() in result.stdout
+
+
+def test_another_release_in_the_base_ends_the_build(cuda_like):
+    (info,) = cuda_like.glob("*.dist-info")
+    (info / "METADATA").write_text("Name: vllm\nVersion: 0.31.0\n")
+    result = apply_step(cuda_like)
+    assert result.returncode != 0
+    assert "is vLLM 0.31.0, and the series is for" in result.stderr
