@@ -83,8 +83,8 @@ def test_what_the_cuda_build_copies_is_enough_for_patchset(tmp_path):
             place.mkdir(parents=True, exist_ok=True) if len(sources) > 1 or into.endswith("/") else None
             place.parent.mkdir(parents=True, exist_ok=True)
             subprocess.run(["cp", "-r", *(ROOT / source for source in sources), place], check=True)
-    command = [sys.executable, "-I", tmp_path / "scripts" / "patchset", "status", ROOT / ".venv"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, tmp_path / "scripts" / "patchset", "status", ROOT / ".venv"]
+    result = subprocess.run(command, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
     assert result.returncode == 0, result.stdout + result.stderr
 
 

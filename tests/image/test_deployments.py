@@ -18,9 +18,7 @@ IN_THE_IMAGE = "/opt/elastic-kv/"
 
 @pytest.fixture(scope="module")
 def parser():
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
-
-    return make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+    return EngineArgs.add_cli_args(FlexibleArgumentParser())
 
 
 def engine(parser, *arguments):
