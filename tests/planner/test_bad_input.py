@@ -5,10 +5,10 @@ import math
 
 import pytest
 from elastic_tools.planner.cache import cache_dtype, kv_layout
+from elastic_tools.planner.checkpoint import load_model, parse
 from elastic_tools.planner.errors import PlanError
 from elastic_tools.planner.hardware import gpu
 from elastic_tools.planner.memory import budget
-from elastic_tools.planner.model import load_model, parse
 from elastic_tools.planner.workload import Lengths, Workload, parse_lengths
 
 LLAMA = {

@@ -144,7 +144,7 @@ def test_a_model_that_fits_nowhere(capsys):
 
 
 def test_a_config_json_is_read_like_a_preset(tmp_path, capsys):
-    from elastic_tools.planner.model import PRESETS
+    from elastic_tools.planner.checkpoint import PRESETS
 
     (tmp_path / "config.json").write_text((PRESETS / "Llama-3.1-8B.json").read_text())
     assert main(["estimate", "--model", str(tmp_path), "--concurrency", "4", "--json", "-"]) == 0

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 from elastic_tools.planner.cache import cache_dtype
+from elastic_tools.planner.checkpoint import load_model
 from elastic_tools.planner.emit import longest
 from elastic_tools.planner.estimate import Plan, estimate, run, steady, times_of, users
 from elastic_tools.planner.hardware import gpu
-from elastic_tools.planner.model import load_model
 from elastic_tools.planner.operators import Source
 from elastic_tools.planner.workload import WORKLOADS, Lengths, Workload
 

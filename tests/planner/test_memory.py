@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 from elastic_tools.planner.cache import cache_dtype, kv_layout
+from elastic_tools.planner.checkpoint import load_model, parse
 from elastic_tools.planner.errors import PlanError
 from elastic_tools.planner.hardware import gpu
 from elastic_tools.planner.memory import activations, budget, weight_bytes
-from elastic_tools.planner.model import load_model, parse
 
 GIB = 2**30
 

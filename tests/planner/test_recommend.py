@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from elastic_tools.planner.__main__ import parser
 from elastic_tools.planner.cache import cache_dtype
+from elastic_tools.planner.checkpoint import PRESETS, load_model
 from elastic_tools.planner.estimate import Plan, times_of
 from elastic_tools.planner.hardware import gpu
 from elastic_tools.planner.memory import activations
-from elastic_tools.planner.model import PRESETS, load_model
 from elastic_tools.planner.options import question
 from elastic_tools.planner.recommend import recommend
 from elastic_tools.planner.regime import Regime, cells, prefill_ms, regime, smallest_chunk

@@ -4,7 +4,8 @@ hand.
 
 import pytest
 from elastic_tools.planner.cache import KVLayout
-from elastic_tools.planner.simulate import Engine, Loan, Request, Simulation, simulate
+from elastic_tools.planner.simulate import Simulation, simulate
+from elastic_tools.planner.traffic import Engine, Loan, Request
 from elastic_tools.planner.workload import Lengths, Workload
 
 LAYOUT = KVLayout(block=16, bytes_per_block=1, groups=((0, 1),), bytes_per_token=1)

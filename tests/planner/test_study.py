@@ -5,10 +5,10 @@ import json
 import pytest
 from elastic_tools.planner import accuracy, claims, study
 from elastic_tools.planner.cache import cache_dtype
+from elastic_tools.planner.checkpoint import load_model
 from elastic_tools.planner.errors import PlanError
 from elastic_tools.planner.estimate import Plan
 from elastic_tools.planner.hardware import gpu
-from elastic_tools.planner.model import load_model
 
 from .test_cli import main
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from elastic_tools.planner.cache import DTYPES, kv_layout, layer_token_bytes
-from elastic_tools.planner.model import load_model
+from elastic_tools.planner.checkpoint import load_model
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype, nvfp4_kv_cache_full_dim
 from vllm.v1.attention.ops.ultraquant.format import slot_size
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups

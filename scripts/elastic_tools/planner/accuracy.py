@@ -10,13 +10,14 @@ from typing import Any
 from elastic_tools.pins import ROOT
 from elastic_tools.planner import plots, record
 from elastic_tools.planner.cache import cache_dtype
+from elastic_tools.planner.checkpoint import load_model
 from elastic_tools.planner.errors import PlanError
 from elastic_tools.planner.estimate import Plan, times_of
 from elastic_tools.planner.hardware import gpu
 from elastic_tools.planner.memory import GIB, activations
-from elastic_tools.planner.model import load_model
 from elastic_tools.planner.operators import Source
-from elastic_tools.planner.simulate import Engine, Outcome, Request, Simulation
+from elastic_tools.planner.simulate import Simulation
+from elastic_tools.planner.traffic import Engine, Outcome, Request
 
 MEASUREMENTS = ROOT / "configs" / "measurements"
 RESULTS = ROOT / "docs" / "results"

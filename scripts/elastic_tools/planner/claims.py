@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_tools.planner.model import load_model
+from elastic_tools.planner.checkpoint import load_model
 from elastic_tools.planner.record import table
 from elastic_tools.planner.regime import Regime, summary
 

@@ -193,11 +193,7 @@ class Operators:
             source = Source.MODELLED
         known = ~np.isnan(plane).all(axis=1)
         plane, rows = plane[known], axes[2][known]
-        # Where the GPU's memory ended the measurements, time grows with batch times context.
-        for i in range(len(rows)):
-            good = ~np.isnan(plane[i])
-            last = np.flatnonzero(good)[-1]
-            plane[i, last + 1 :] = plane[i, last] * (axes[3][last + 1 :] + 1) / (axes[3][last] + 1)
+        _extend(plane, rows, axes[3] + 1)
         by_context = np.stack([_along(axes[3] + 1, line, context) for line in plane])
         by_batch = np.stack([_along(rows, column, batch * fold) for column in by_context.T]).T
         return by_batch, max(source, Source.INTERPOLATED)
@@ -208,6 +204,21 @@ def _along(axis: Array, values: Array, wanted: Array, power: float = 1.0) -> Arr
     inside = np.clip(wanted, axis[0], axis[-1])
     ms = np.exp(np.interp(np.log(inside), np.log(axis), np.log(values)))
     return np.asarray(ms * np.maximum(wanted / axis[-1], 1.0) ** power)
+
+
+def _extend(plane: Array, batch: Array, context: Array) -> None:
+    """Fills a plane [batch, context] in place where the GPU's memory ended the measurements.
+
+    There time grows with the number of requests, from the most that were measured at the same context; only where none
+    was, it grows with the context. A few tokens for each of very many requests are no measure for long contexts.
+    """
+    for column in plane.T:  # views
+        good = np.flatnonzero(~np.isnan(column))
+        if len(good):
+            column[good[-1] + 1 :] = column[good[-1]] * batch[good[-1] + 1 :] / batch[good[-1]]
+    for line in plane:
+        last = np.flatnonzero(~np.isnan(line))[-1]
+        line[last + 1 :] = line[last] * context[last + 1 :] / context[last]
 
 
 def _bilinear(grid: Array, n_axis: Array, k_axis: Array, n: float, k: float) -> tuple[Array, Source]:
