@@ -96,10 +96,12 @@ def of_config(name: str, quantization: Any) -> WeightFormat:
     bits_found = {group.get("num_bits") for group in groups}
     if len(bits_found) > 1:
         raise PlanError(f"{name} mixes weights of {sorted(map(str, bits_found))} bits; say --weights fp8 or int4.")
-    if groups and isinstance(bits := groups[0].get("num_bits"), int):
-        size = groups[0].get("group_size")
-        size = size if isinstance(size, int) and size > 0 else 0
-        return WeightFormat(bits, size, 16 + (0 if groups[0].get("symmetric", True) else bits), ignored=ignored)
+    stored = groups[0].get("num_bits") if groups else None
+    if isinstance(stored, int):
+        given = groups[0].get("group_size")
+        size = given if isinstance(given, int) and given > 0 else 0
+        zero_point = 0 if groups[0].get("symmetric", True) else stored
+        return WeightFormat(stored, size, 16 + zero_point, ignored=ignored)
     raise PlanError(f"{name} is quantised with {method!r}, which the planner does not know; say --weights fp8 or int4.")
 
 

@@ -118,7 +118,7 @@ class Simulation:
         if engine.loan:
             budget = self._settle(engine.loan, budget, wanted)
         free = self.capacity - self.used(1)
-        chunks = []
+        chunks: list[tuple[Request, int]] = []
         for request in list(self.filling):
             size = min(request.prompt - request.done, budget)
             if size <= 0 or request not in self.filling:
@@ -126,7 +126,7 @@ class Simulation:
             grows = self._growth(request, size)
             while grows > free and request in self.filling:
                 self._preempt()  # the last one, in the end the request itself
-                free = self.capacity - self.used(1) - sum(self._growth(*chunk) for chunk in chunks)
+                free = self.capacity - self.used(1) - sum(self._growth(r, n) for r, n in chunks)
             if request in self.filling:
                 chunks.append((request, size))
                 budget, free = budget - size, free - grows

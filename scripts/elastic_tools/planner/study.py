@@ -180,7 +180,7 @@ def check(seed: int = 0) -> list[dict[str, Any]]:
 
 def main(output: Path | None = None, workers: int | None = None) -> None:
     """Runs the study, prints the claims beside the data and writes the page, the data and the pictures."""
-    from elastic_tools.planner import claims, plots, record
+    from elastic_tools.planner import claims, plots, record, study_page
     from elastic_tools.planner.regime import cells as regime_cells
 
     if workers is not None and workers < 1:
@@ -191,8 +191,8 @@ def main(output: Path | None = None, workers: int | None = None) -> None:
     taken = time.monotonic() - began
     checked = check()
     map_ = list(regime_cells())
-    page = claims.document(cells, found, checked, map_, list(regime_cells(allowed=0.0)))
-    print(claims.terminal(cells, found))
+    page = study_page.document(cells, found, checked, map_, list(regime_cells(allowed=0.0)))
+    print(study_page.terminal(cells, found))
     print(f"\n{len(cells):,} plans and {len(found):,} comparisons in {taken:.0f} s")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "planner-study.md").write_text(page)
