@@ -100,6 +100,8 @@ class ModelConfig:
         """Raises ``PlanError`` with the reason and the nearest size that works."""
         if problem := self.tp_problem(tp):
             valid = [size for size in range(1, self.heads + 1) if self.tp_problem(size) is None]
+            if not valid:
+                raise PlanError(f"{self.name} cannot run at any tensor parallel size: at 1, {self.tp_problem(1)}.")
             near = min(valid, key=lambda size: (abs(size - tp), size))
             raise PlanError(f"{self.name} cannot run at tensor parallel size {tp}: {problem}; the nearest is {near}.")
 
