@@ -12,7 +12,7 @@ from elastic_tools.planner import plots, record
 from elastic_tools.planner.cache import cache_dtype
 from elastic_tools.planner.checkpoint import load_model
 from elastic_tools.planner.errors import PlanError
-from elastic_tools.planner.estimate import Plan, times_of
+from elastic_tools.planner.estimate import Plan, times_of, users
 from elastic_tools.planner.hardware import gpu
 from elastic_tools.planner.memory import GIB, UTILIZATION
 from elastic_tools.planner.operators import Source
@@ -24,7 +24,7 @@ RESULTS = ROOT / "docs" / "results"
 PREFILL = "prefill attention, uncut prompts"
 FIELDS = {
     "source", "engine", "use", "note", "gpu", "model", "weights", "cache", "tp", "chunk", "prompt", "output",
-    "requests", "concurrency", "sequences", "length", "utilization", "card", "memory_gib", "measured",
+    "requests", "concurrency", "sequences", "no_evict", "length", "utilization", "card", "memory_gib", "measured",
 }  # fmt: skip
 
 
@@ -92,9 +92,14 @@ def plan_of(run: dict[str, Any]) -> Plan:
 
 
 def replay(plan: Plan, run: dict[str, Any]) -> Outcome:
-    """The simulation of a run: all requests at once, or ``concurrency`` at a time."""
+    """The simulation of a run: all requests at once, or ``concurrency`` at a time. With ``no_evict`` the engine lets in
+    only what it can finish, and preempts nobody.
+    """
     memory = plan.memory()
-    engine = Engine(times_of(plan), memory.layout, memory.blocks, plan.step_tokens, plan.step_sequences)
+    sequences = plan.step_sequences
+    if run.get("no_evict"):
+        sequences = max(1, min(sequences, int(users(memory, run["prompt"] + run["output"]))))
+    engine = Engine(times_of(plan), memory.layout, memory.blocks, plan.step_tokens, sequences)
     requests = [Request(0.0, run["prompt"], run["output"]) for _ in range(run["requests"])]
     return Simulation(engine, requests, run.get("concurrency")).run()
 
