@@ -155,10 +155,14 @@ def test_a_cache_that_the_gpu_lacks_makes_no_map():
         list(cells(["Llama-2-7B"], cache="nvfp4"))
 
 
-def test_a_cut_prompt_is_slower_and_reaches_over_the_same_pairs():
+def test_attention_of_a_cut_prompt():
+    """The second half of 8,192 tokens: over itself a prompt of 4,096, and of the 33,554,432 pairs of the whole prompt
+    half, those with the first half, as the whole prompt computes them.
+    """
     times = times_of(plan())
-    whole = prefill_ms(times, 8192, 8192)
-    assert all(prefill_ms(times, 8192, chunk) > whole for chunk in (512, 1024, 2048))
+    whole, half = times.prefill(8192, 0), times.prefill(4096, 0)
+    assert times.prefill(4096, 4096) == pytest.approx(half + whole / 2)
+    assert half + times.prefill(4096, 4096) > whole
 
 
 @pytest.mark.parametrize(("tokens", "window", "expected"), [(4, 0, 8), (4, 4, 8), (10, 4, 8 + 6 * 4), (3, 8, 4.5)])
