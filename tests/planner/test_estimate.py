@@ -1,11 +1,13 @@
 """Estimates: arithmetic beside simulation, limits, provenance."""
 
+import json
 from dataclasses import replace
 
 import pytest
+import yaml
 from elastic_tools.planner.cache import cache_dtype
 from elastic_tools.planner.checkpoint import load_model
-from elastic_tools.planner.emit import longest
+from elastic_tools.planner.emit import as_yaml, longest
 from elastic_tools.planner.estimate import Plan, estimate, run, steady, times_of, users
 from elastic_tools.planner.hardware import gpu
 from elastic_tools.planner.operators import Source
@@ -62,6 +64,16 @@ def test_the_longest_request_by_hand():
     # 417 blocks of full attention, and one more than that of the window, which so few tokens do not fill
     assert longest(memory, 8192) == 417 * 16
     assert longest(memory, 1000) == 1000
+
+
+@pytest.mark.parametrize(
+    ("elastic", "lend", "policy"), [(False, False, None), (True, False, "on-demand"), (False, True, "reclaim")]
+)
+def test_what_a_plan_asks_of_an_elastic_cache(elastic, lend, policy):
+    found = estimate(plan(), replace(WORKLOADS["chat"], concurrency=4))
+    options = yaml.safe_load(as_yaml(found, "m", 1280, None, elastic, lend))
+    config = options.get("elastic-kv-config")
+    assert (json.loads(config)["policy"] if config else None) == policy
 
 
 def test_a_rate_above_what_a_plan_answers_keeps_no_slo():

@@ -21,6 +21,7 @@ from elastic_tools.planner.traffic import Engine, Outcome, Request
 
 MEASUREMENTS = ROOT / "configs" / "measurements"
 RESULTS = ROOT / "docs" / "results"
+ROUNDS = 4
 PREFILL = "prefill attention, uncut prompts"
 FIELDS = {
     "source", "engine", "use", "note", "gpu", "model", "weights", "cache", "tp", "chunk", "prompt", "output",
@@ -93,14 +94,16 @@ def plan_of(run: dict[str, Any]) -> Plan:
 
 def replay(plan: Plan, run: dict[str, Any]) -> Outcome:
     """The simulation of a run: all requests at once, or ``concurrency`` at a time. With ``no_evict`` the engine lets in
-    only what it can finish, and preempts nobody.
+    only what it can finish, and preempts nobody. Of a run of more than ``ROUNDS`` times the requests that run together
+    so many are simulated.
     """
     memory = plan.memory()
     sequences = plan.step_sequences
     if run.get("no_evict"):
         sequences = max(1, min(sequences, int(users(memory, run["prompt"] + run["output"]))))
     engine = Engine(times_of(plan), memory.layout, memory.blocks, plan.step_tokens, sequences)
-    requests = [Request(0.0, run["prompt"], run["output"]) for _ in range(run["requests"])]
+    count = min(run["requests"], ROUNDS * sequences)
+    requests = [Request(0.0, run["prompt"], run["output"]) for _ in range(count)]
     return Simulation(engine, requests, run.get("concurrency")).run()
 
 

@@ -40,8 +40,10 @@ def longest(memory: Budget, most: int) -> int:
     return low
 
 
-def settings(found: Estimate, model: str, weights: str | None, elastic: bool) -> dict[str, Any]:
-    """The options of ``vllm serve``. ``model`` is what vLLM is to load, ``weights`` what --weights asked for."""
+def settings(found: Estimate, model: str, weights: str | None, policy: str | None) -> dict[str, Any]:
+    """The options of ``vllm serve``. ``model`` is what vLLM is to load, ``weights`` what --weights asked for,
+    ``policy`` that of an elastic cache.
+    """
     plan = found.plan
     options: dict[str, Any] = {
         "model": model,
@@ -55,13 +57,15 @@ def settings(found: Estimate, model: str, weights: str | None, elastic: bool) ->
         options["gpu-memory-utilization"] = plan.utilization
     if weights == "fp8":
         options["quantization"] = "fp8"
-    if elastic:
-        options["elastic-kv-config"] = json.dumps({"policy": "on-demand"})
+    if policy:
+        options["elastic-kv-config"] = json.dumps({"policy": policy})
     return options
 
 
 def as_yaml(found: Estimate, model: str, length: int, weights: str | None, elastic: bool, lend: bool) -> str:
-    """The file, with what it was chosen for in comments; ``lend`` says that lending the reserve was recommended."""
+    """The file, with what it was chosen for in comments. ``elastic`` asks for a cache that grows on demand,
+    ``lend`` for one that borrows the activation reserve until a large step needs it.
+    """
     plan, outcome = found.plan, found.outcome
     assert outcome is not None
     lines = [
@@ -72,8 +76,7 @@ def as_yaml(found: Estimate, model: str, length: int, weights: str | None, elast
         lines.append(f"# Needs {plan.tp} GPUs in one node.")
     if weights in ("int8", "int4"):
         lines.append(f"# model has to be a checkpoint with {weights} weights.")
-    if lend:
-        lines.append("# Lending the activation reserve would pay here; this file does not ask the engine for it yet.")
-    if elastic:
+    policy = "reclaim" if lend else "on-demand" if elastic else None
+    if policy:
         lines.append("# elastic-kv-config needs the patched engine.")
-    return "\n".join(lines) + "\n" + yaml.safe_dump(settings(found, model, weights, elastic), sort_keys=False)
+    return "\n".join(lines) + "\n" + yaml.safe_dump(settings(found, model, weights, policy), sort_keys=False)
