@@ -5,10 +5,10 @@ import math
 
 import pytest
 from elastic_tools.planner.cache import cache_dtype, kv_layout
+from elastic_tools.planner.checkpoint import load_model, parse
 from elastic_tools.planner.errors import PlanError
 from elastic_tools.planner.hardware import gpu
 from elastic_tools.planner.memory import budget
-from elastic_tools.planner.model import load_model, parse
 from elastic_tools.planner.workload import Lengths, Workload, parse_lengths
 
 LLAMA = {
@@ -62,10 +62,29 @@ def test_a_missing_field(field):
         parse("m", {key: value for key, value in LLAMA.items() if key != field})
 
 
-@pytest.mark.parametrize("value", [0, -1, "many", None])
-def test_a_field_without_sense(value):
-    with says("hidden_size", repr(value)):
-        parse("m", LLAMA | {"hidden_size": value})
+FIELDS = ["hidden_size", "num_hidden_layers", "num_key_value_heads", "head_dim", "vocab_size", "sliding_window"]
+
+
+@pytest.mark.parametrize("value", [-1, "8", 1.5, True, [8]])
+@pytest.mark.parametrize("field", [*FIELDS, "intermediate_size", "max_position_embeddings", "kv_lora_rank"])
+def test_a_field_without_sense(field, value):
+    with says(field, repr(value), "a whole number above 0"):
+        parse("m", LLAMA | {field: value})
+
+
+def test_heads_that_do_not_share_evenly():
+    with says("32 attention heads", "no multiple of 5"):
+        parse("m", LLAMA | {"num_key_value_heads": 5})
+
+
+def test_more_active_experts_than_there_are():
+    with says("visits 9 of 8"):
+        parse("m", LLAMA | {"num_local_experts": 8, "num_experts_per_tok": 9})
+
+
+def test_amds_own_format():
+    with says("ultraquant_4bit", "AMD", "turboquant_4bit_nc"):
+        cache_dtype("ultraquant_4bit")
 
 
 def test_no_intermediate_size():
@@ -74,7 +93,7 @@ def test_no_intermediate_size():
 
 
 def test_a_half_config_of_mla():
-    with says("MLA", "qk_nope_head_dim"):
+    with says("qk_nope_head_dim is missing"):
         parse("m", LLAMA | {"kv_lora_rank": 512})
 
 

@@ -126,6 +126,10 @@ def test_price_changes_dollars_and_nothing_else(tmp_path, capsys):
         (["--utilization", "1.2"], "utilization of 1.2"),
         (["--rate", "1", "--concurrency", "2"], "give one of them"),
         (["--weights", "int3"], "nearest is int"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--concurrency", "100000"], "nearest is 4096"),
+        (["--cache", "nvfp4"], "nearest is int4_per_token_head"),
+        (["--cache", "ultraquant_4bit"], "AMD"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_2(arguments, sentence, capsys):
@@ -144,7 +148,7 @@ def test_a_model_that_fits_nowhere(capsys):
 
 
 def test_a_config_json_is_read_like_a_preset(tmp_path, capsys):
-    from elastic_tools.planner.model import PRESETS
+    from elastic_tools.planner.checkpoint import PRESETS
 
     (tmp_path / "config.json").write_text((PRESETS / "Llama-3.1-8B.json").read_text())
     assert main(["estimate", "--model", str(tmp_path), "--concurrency", "4", "--json", "-"]) == 0
@@ -159,9 +163,50 @@ def test_what_cannot_be_written_is_said(capsys):
     assert "plan: /proc/nowhere" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["study", "--workers", "0"], "workers is 0"),
+        (["regime", "--cache", "nvfp4"], "needs compute capability 10.0"),
+        (["regime", "--gpu", "H1"], "nearest is H100"),
+        (["regime", "--ttft-cost", "2"], "ttft-cost is 2"),
+        (["regime", "--plot", "map.foo"], "nearest is map.png"),
+        (["compare", *LLAMA, "--plot", "map"], "nearest is map.png"),
+        (["compare", "--model", "DeepSeek-V2-Lite", "--cache", "int4"], "nearest is fp8"),
+        (["recommend", "--model", "nothing"], "no model"),
+    ],
+)
+def test_bad_input_of_other_verbs(arguments, sentence, capsys):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_recommend_leaves_formats_out_that_a_gpu_lacks(capsys):
+    assert main(["recommend", *LLAMA, "--gpu", "H100", "--tp", "1", "--cache", "nvfp4", "fp8"]) == 0
+    assert "nvfp4" not in said(capsys)
+
+
 def test_emit_is_yaml_for_vllm(capsys):
-    assert main(["emit", *LLAMA, "--gpu", "H100", "--tp", "1", "--serve", "meta-llama/Llama-3.1-8B"]) == 0
+    assert main(["emit", *LLAMA, "--gpu", "H100", "--tp", "1"]) == 0
     options = yaml.safe_load(said(capsys))
-    assert options["model"] == "meta-llama/Llama-3.1-8B"
+    assert options["model"] == "meta-llama/Llama-3.1-8B-Instruct"
     assert options["tensor-parallel-size"] == 1
     assert options["max-model-len"] == 131_072
+
+
+def test_emit_says_what_vllm_can_load(tmp_path, capsys):
+    from elastic_tools.planner.checkpoint import PRESETS
+
+    text = (PRESETS / "Llama-3.1-8B.json").read_text()
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "other.json").write_text(text)
+    given = ["--gpu", "H100", "--tp", "1"]
+    for source in (tmp_path, tmp_path / "config.json"):
+        assert main(["emit", "--model", str(source), *given]) == 0
+        assert yaml.safe_load(said(capsys))["model"] == str(tmp_path)
+    assert main(["emit", "--model", str(tmp_path / "other.json"), *given]) == 2
+    assert "--serve" in capsys.readouterr().err
+    assert main(["emit", "--model", str(tmp_path / "other.json"), *given, "--serve", "org/model"]) == 0
+    assert yaml.safe_load(said(capsys))["model"] == "org/model"

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from elastic_tools.planner.__main__ import main
+from elastic_tools.planner.checkpoint import load_model
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -25,7 +26,7 @@ def test_the_engine_takes_the_file(arguments, expected, tmp_path, capsys):
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     given = parser.parse_args(["--config", str(path)])
     engine = EngineArgs.from_cli_args(given)
-    assert engine.model == arguments[1]
+    assert engine.model == load_model(arguments[1]).hub
     assert {name: getattr(engine, name) for name in expected} == expected
     assert engine.max_num_batched_tokens >= engine.max_num_seqs
     elastic = engine.elastic_kv_config

@@ -1,13 +1,15 @@
 """Estimates: arithmetic beside simulation, limits, provenance."""
 
+import json
 from dataclasses import replace
 
 import pytest
+import yaml
 from elastic_tools.planner.cache import cache_dtype
-from elastic_tools.planner.emit import longest
+from elastic_tools.planner.checkpoint import load_model
+from elastic_tools.planner.emit import as_yaml, longest
 from elastic_tools.planner.estimate import Plan, estimate, run, steady, times_of, users
 from elastic_tools.planner.hardware import gpu
-from elastic_tools.planner.model import load_model
 from elastic_tools.planner.operators import Source
 from elastic_tools.planner.workload import WORKLOADS, Lengths, Workload
 
@@ -52,13 +54,39 @@ def test_slos_that_cannot_be_kept_are_missed_with_one_request():
 
 
 def test_users_by_hand():
-    found = plan().memory()
-    assert users(found, 1280) == (found.blocks - 1) / 80
+    """28,567 blocks, one of which is the null block; 1,280 tokens are 80 blocks."""
+    assert users(plan().memory(), 1280) == 28_566 / 80
 
 
 def test_the_longest_request_by_hand():
-    assert longest(plan().memory().layout, 101, 100_000) == 1600  # 100 blocks of 16, and the null block
-    assert longest(plan().memory().layout, 101, 1000) == 1000
+    memory = plan("Gemma-2-9B", "L40S", utilization=0.47).memory()
+    assert memory.blocks == 837
+    # 417 blocks of full attention, and one more than that of the window, which so few tokens do not fill
+    assert longest(memory, 8192) == 417 * 16
+    assert longest(memory, 1000) == 1000
+
+
+@pytest.mark.parametrize(
+    ("elastic", "lend", "policy"), [(False, False, None), (True, False, "on-demand"), (False, True, "reclaim")]
+)
+def test_what_a_plan_asks_of_an_elastic_cache(elastic, lend, policy):
+    found = estimate(plan(), replace(WORKLOADS["chat"], concurrency=4))
+    options = yaml.safe_load(as_yaml(found, "m", 1280, None, elastic, lend))
+    config = options.get("elastic-kv-config")
+    assert (json.loads(config)["policy"] if config else None) == policy
+
+
+def test_a_rate_above_what_a_plan_answers_keeps_no_slo():
+    """Some minutes of a queue that grows may still look fast."""
+    asked = plan("Qwen2.5-7B", "L40S")
+    loose = Workload(Lengths(1000), Lengths(200), rate=1.0, ttft=1e9, tpot=1e9)
+    slow = estimate(asked, loose)
+    assert slow.met
+    # all requests together: L40S steps of 2,048 tokens, 256 requests
+    most = steady(times_of(asked), 2048, 256, 1000, 200).tokens / 200
+    assert slow.most_rate == pytest.approx(most)
+    assert not estimate(asked, replace(loose, rate=1.5 * most)).met
+    assert estimate(asked, replace(loose, rate=0.8 * most)).met
 
 
 def test_a_free_cache_is_faster_than_a_slow_one_and_holds_as_much():
@@ -80,6 +108,8 @@ def test_provenance():
     assert times_of(plan(cache="int4")).sources()["decode attention"] is Source.MODELLED
     assert times_of(plan("DeepSeek-V2-Lite")).sources()["decode attention"] is Source.MODELLED
     assert times_of(replace(plan(), model=load_model("Llama-3.1-8B", "int4"))).sources()["MLP"] is Source.MODELLED
+    assert known["prefill attention, uncut prompts"] is Source.INTERPOLATED
+    assert known["prefill attention, cut prompts"] is Source.MODELLED
 
 
 def test_no_step_is_faster_than_the_memory():

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 from elastic_tools.planner.__main__ import parser
 from elastic_tools.planner.cache import cache_dtype
+from elastic_tools.planner.checkpoint import PRESETS, load_model
+from elastic_tools.planner.errors import PlanError
 from elastic_tools.planner.estimate import Plan, times_of
 from elastic_tools.planner.hardware import gpu
-from elastic_tools.planner.memory import activations
-from elastic_tools.planner.model import PRESETS, load_model
 from elastic_tools.planner.options import question
 from elastic_tools.planner.recommend import recommend
 from elastic_tools.planner.regime import Regime, cells, prefill_ms, regime, smallest_chunk
+from elastic_tools.planner.step import pairs
 
 
 def decide(*arguments):
@@ -79,17 +80,36 @@ def plan(model="Llama-3.1-8B", tp=1, chunk=32768):
 
 
 def test_gains_by_hand():
-    asked = plan()
-    found = regime(asked, 16384)
-    model = asked.model
+    """Llama-3.1-8B, steps of 32,768 tokens and 256 requests, requests of 16,896 tokens = 1,056 blocks of 2 MiB.
 
-    def reserve(tokens):
-        return activations(model, tokens, 1, 256).total
-
-    assert found.small_gain == pytest.approx((reserve(32768) - reserve(found.small_chunk)) / 131_072)
-    assert found.lent_most == pytest.approx((reserve(32768) - reserve(256)) / 131_072)
+    The reserve is 2 x 32,768 x 4,096 x 2 + 32,768 x 3 x 14,336 x 2 = 3,355,443,200 bytes. A step of 256 tokens keeps
+    4,194,304 and the sampler's 256 x 128,256 x 10 = 328,335,360: 3,022,913,536 less, 1,441.4 blocks.
+    """
+    found = regime(plan(), 16384, 512)
+    assert plan().memory().reserve.total == 3_355_443_200
+    assert found.context == 16_896
+    assert found.lent_blocks in (1441, 1442)
+    assert found.lent_most == pytest.approx(16 * found.lent_blocks)
     assert found.lent_gain == found.lent_most * found.idle
     assert 0 < found.idle < 1
+    # a step of c tokens keeps c x 16,384 for the residual stream, and the sampler's or c x 86,016 of the MLP
+    kept = found.small_chunk * 16_384 + max(328_335_360, found.small_chunk * 86_016)
+    assert found.small_gain == pytest.approx((3_355_443_200 - kept) / 131_072, abs=16)
+
+
+def test_gains_of_a_hybrid_by_hand():
+    """Gemma-2-9B: a block of 2,752,512 bytes holds 16 tokens of one of two groups of layers.
+
+    A request of 8,192 tokens takes 512 of full attention, and of the window 513 while the prompt is computed: a block
+    more is 8,192 / 1,025 tokens more, and not the 16 that it has room for.
+    """
+    asked = Plan(load_model("Gemma-2-9B"), gpu("H100"), cache_dtype("bf16"), 1, 8192, 256)
+    found = regime(asked, 7680, 512)
+    # the reserve: 8,192 x (2 x 3,584 + 3 x 14,336) x 2 = 822,083,584; a step of 256 keeps 3,670,016 and the sampler's
+    # 256 x 256,000 x 10 = 655,360,000: 163,053,568 bytes less, 59.2 blocks
+    assert asked.memory().reserve.total == 822_083_584
+    assert found.lent_blocks in (59, 60)
+    assert found.lent_most == pytest.approx(found.lent_blocks * 8192 / 1025)
 
 
 def test_a_smaller_chunk_keeps_to_what_it_may_cost():
@@ -102,7 +122,7 @@ def test_a_smaller_chunk_keeps_to_what_it_may_cost():
 
 
 def test_the_reserve_melts_under_tensor_parallelism():
-    shares = [regime(plan(tp=tp), 16384).lent_most / regime(plan(tp=tp), 16384).tokens for tp in (1, 2, 4, 8)]
+    shares = [regime(plan(tp=tp), 16384, 512).lent_most / regime(plan(tp=tp), 16384, 512).tokens for tp in (1, 2, 4, 8)]
     assert shares == sorted(shares, reverse=True)
 
 
@@ -116,7 +136,7 @@ def test_the_reserve_melts_under_tensor_parallelism():
     ],
 )
 def test_verdicts(small, lent, idle, verdict):
-    point = Regime("m", "H100", 1, 8192, 4096, 10_000, 1024, 0.0, small, idle, lent)
+    point = Regime("m", "H100", 1, 8192, 4096, 10_000, 1024, 0.0, small, idle, lent, 1)
     assert point.verdict == verdict
 
 
@@ -126,5 +146,29 @@ def test_the_map_is_deterministic():
     assert {row["tp"] for row in first} == {1, 2, 4, 8}
 
 
+def test_the_map_ends_where_models_do():
+    assert max(each.context for each in cells(["Llama-2-7B"])) == 4096
+
+
+def test_a_cache_that_the_gpu_lacks_makes_no_map():
+    with pytest.raises(PlanError, match="nvfp4 needs compute capability"):
+        list(cells(["Llama-2-7B"], cache="nvfp4"))
+
+
+def test_attention_of_a_cut_prompt():
+    """The second half of 8,192 tokens: over itself a prompt of 4,096, and of the 33,554,432 pairs of the whole prompt
+    half, those with the first half, as the whole prompt computes them.
+    """
+    times = times_of(plan())
+    whole, half = times.prefill(8192, 0), times.prefill(4096, 0)
+    assert times.prefill(4096, 4096) == pytest.approx(half + whole / 2)
+    assert half + times.prefill(4096, 4096) > whole
+
+
+@pytest.mark.parametrize(("tokens", "window", "expected"), [(4, 0, 8), (4, 4, 8), (10, 4, 8 + 6 * 4), (3, 8, 4.5)])
+def test_pairs_of_queries_and_keys(tokens, window, expected):
+    assert pairs(tokens, window) == expected
+
+
 def test_a_context_without_room_has_no_point():
-    assert regime(replace(plan("Qwen2.5-32B")), 131072) is None
+    assert regime(replace(plan("Qwen2.5-32B")), 131072, 512) is None

@@ -4,7 +4,8 @@ hand.
 
 import pytest
 from elastic_tools.planner.cache import KVLayout
-from elastic_tools.planner.simulate import Engine, Loan, Request, Simulation, simulate
+from elastic_tools.planner.simulate import Simulation, simulate
+from elastic_tools.planner.traffic import Engine, Loan, Request
 from elastic_tools.planner.workload import Lengths, Workload
 
 LAYOUT = KVLayout(block=16, bytes_per_block=1, groups=((0, 1),), bytes_per_token=1)
@@ -99,7 +100,42 @@ def test_prompts_in_pieces_end_whatever_they_hold_from_each_other(blocks):
     simulation = Simulation(Engine(OneMillisecond(), layout, blocks, 256, 64), requests(6, prompt=700, output=20), None)
     simulation.run()
     assert len(simulation.counters.finished) + simulation.refused == 6
-    assert bool(simulation.refused) == (layout.request_blocks(720, 256) > blocks - 1)
+    assert bool(simulation.refused) == (layout.request_blocks(720, 2 * 256) > blocks - 1)
+
+
+def test_nobody_is_let_in_in_a_step_that_preempts():
+    """Two requests fill 20 blocks; when they need more, the second waits, and so does a third that would fit."""
+    given = [Request(0.0, 150, 60), Request(0.0, 150, 60), Request(0.0, 16, 5)]
+    simulation = Simulation(engine(blocks=21, sequences=2), given, None)
+    schedule, seen = simulation._schedule, []
+
+    def watched():
+        before = simulation.counters.preemptions
+        chunks = schedule()
+        seen.append((simulation.counters.preemptions > before, [request for request, _ in chunks]))
+        return chunks
+
+    simulation._schedule = watched
+    simulation.run()
+    assert any(preempted for preempted, _ in seen)
+    assert all(not chunks for preempted, chunks in seen if preempted)
+    assert len(simulation.counters.finished) == 3
+
+
+def test_a_prompt_is_let_in_only_where_all_of_it_fits():
+    """Chunks of 100 tokens: the second prompt of 200 would fit with its first chunk, 7 of 9 free blocks."""
+    simulation = Simulation(engine(blocks=23, chunk=100), requests(2, prompt=200, output=5), None)
+    most = []
+    step = simulation._step
+
+    def watched(chunks):
+        most.append(len(simulation.filling) + len(simulation.decoding))
+        step(chunks)
+
+    simulation._step = watched
+    simulation.run()
+    assert max(most) == 1
+    assert len(simulation.counters.finished) == 2
 
 
 def test_preemption_costs_time_not_tokens():

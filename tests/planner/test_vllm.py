@@ -1,15 +1,29 @@
 """The planner's cache is vLLM's: page sizes from vLLM's own specs and backends, groups from vLLM's own allocator."""
 
 import importlib
+import importlib.util
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
-from elastic_tools.planner.cache import DTYPES, kv_layout, layer_token_bytes
-from elastic_tools.planner.model import load_model
+from elastic_tools.planner.cache import (
+    DTYPES,
+    IN_FLIGHT,
+    MLA_FP8_BLOCK,
+    KVLayout,
+    block_tokens,
+    kv_layout,
+    layer_token_bytes,
+)
+from elastic_tools.planner.checkpoint import load_model
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
+from vllm.platforms.interface import Platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype, nvfp4_kv_cache_full_dim
-from vllm.v1.attention.ops.ultraquant.format import slot_size
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, get_kv_quant_mode
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -51,10 +65,10 @@ def torch_dtype(name):
 
 def spec(name, model, tp, block, window=0):
     """One layer's page as vLLM describes it."""
-    # Two backends cannot be imported without a GPU; the sizes that they publish come from these functions of vLLM.
-    without_gpu = {"nvfp4": lambda d: 2 * nvfp4_kv_cache_full_dim(d), "ultraquant_4bit": slot_size}
-    if name in without_gpu:
-        return SimpleNamespace(page_size_bytes=block * model.kv_heads_on(tp) * without_gpu[name](model.head_dim))
+    # This backend cannot be imported without a GPU; the size that it publishes comes from this function of vLLM.
+    if name == "nvfp4":
+        size = 2 * nvfp4_kv_cache_full_dim(model.head_dim)
+        return SimpleNamespace(page_size_bytes=block * model.kv_heads_on(tp) * size)
     fields = {
         "block_size": block,
         "num_kv_heads": model.kv_heads_on(tp),
@@ -68,15 +82,87 @@ def spec(name, model, tp, block, window=0):
     )
 
 
+def aligned_block(name, model, tp):
+    """The tokens of a block that vLLM's platform sets when some layers keep the 16-bit type. The first layers do, so
+    it asks their backend; FlashAttention, which it takes on a GPU, describes a page as the Triton backend does.
+    """
+    cache = SimpleNamespace(
+        kv_cache_dtype_skip_layers=["0"],
+        cache_dtype=name,
+        block_size=16,
+        mamba_page_size_padded=None,
+        skip_page_size_padded=None,
+    )
+    shapes = SimpleNamespace(
+        get_num_kv_heads=lambda _: model.kv_heads_on(tp), get_head_size=lambda: model.head_dim, dtype=torch.bfloat16
+    )
+    config = SimpleNamespace(cache_config=cache, model_config=shapes, parallel_config=None)
+    with patch("vllm.config.vllm.set_current_vllm_config"):
+        Platform._align_heterogeneous_kv_block_size(config, backend("auto"))
+    return cache.block_size
+
+
 @pytest.mark.parametrize("tp", [1, 4, 16])
-@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("preset", ["Llama-3.1-8B", "SmolLM2-135M"])
 @pytest.mark.parametrize("name", DTYPES)
-def test_a_block_has_vllms_bytes(name, block, tp):
-    model = load_model("Llama-3.1-8B")
-    skip = DTYPES[name].skip
-    compressed, plain = spec(name, model, tp, block), spec("auto", model, tp, block)
-    expected = (model.layers - 2 * skip) * compressed.page_size_bytes + 2 * skip * plain.page_size_bytes
-    assert kv_layout(model, DTYPES[name], tp, block).bytes_per_block == expected
+def test_a_block_has_vllms_bytes(name, preset, tp):
+    model = load_model(preset)
+    if model.tp_problem(tp):
+        tp = 1
+    packed = name.startswith("turboquant")
+    block = aligned_block(name, model, tp) if packed else 16
+    assert block_tokens(model, DTYPES[name], 90) == block
+    dense = SimpleNamespace(is_hybrid=False, hf_text_config=SimpleNamespace(num_hidden_layers=model.layers))
+    plain = TurboQuantConfig.get_boundary_skip_layers(dense) if packed else []
+    pages = [
+        spec("auto" if str(layer) in plain else name, model, tp, block).page_size_bytes for layer in range(model.layers)
+    ]
+    assert kv_layout(model, DTYPES[name], tp, block).bytes_per_block == sum(pages)
+
+
+MLA_BACKENDS = ("flashmla", "flashattn_mla", "flashinfer_mla", "triton_mla", "cutlass_mla", "tokenspeed_mla")
+
+
+def test_latent_formats_are_those_of_vllms_dense_mla_backends():
+    """Read from the sources, since most of these modules import on a GPU only."""
+    folder = Path(importlib.util.find_spec("vllm").origin).parent / "v1/attention/backends/mla"
+    found = set()
+    for module in MLA_BACKENDS:
+        text = (folder / f"{module}.py").read_text()
+        found |= set(
+            re.findall(r'"(\w+)"', re.search(r"supported_kv_cache_dtypes[^\[]*\[.*?= \[(.*?)\]", text, re.S)[1])
+        )
+    assert {name for name, dtype in DTYPES.items() if dtype.latent} == found & set(DTYPES)
+    assert "return [64]" in (folder / "flashmla.py").read_text()  # the block of an FP8 latent on Hopper
+    assert MLA_FP8_BLOCK == 64
+
+
+def test_requests_of_a_window_take_vllms_blocks():
+    window, block = 4096, 16
+    full = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    sliding = SlidingWindowSpec(
+        block_size=block, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, sliding_window=window
+    )
+    layout = KVLayout(block, 1, ((0, 1), (window, 2)), 1)
+    for chunk in (256, 2048, 8192):
+        for length in (16, 1000, 4096, 5000, 8192, 131_072):
+            config = SimpleNamespace(
+                max_in_flight_tokens=IN_FLIGHT * chunk,
+                model_config=SimpleNamespace(max_model_len=length),
+                parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+            )
+            blocks = full.max_memory_usage_bytes(config) // full.page_size_bytes
+            blocks += 2 * (sliding.max_memory_usage_bytes(config) // sliding.page_size_bytes)
+            assert layout.request_blocks(length, IN_FLIGHT * chunk) == blocks
+
+
+def test_steps_in_flight_are_vllms():
+    async_engine = SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+        use_v2_model_runner=True,
+    )
+    assert VllmConfig.max_concurrent_batches.fget(async_engine) == IN_FLIGHT
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
@@ -86,7 +172,7 @@ def test_every_head_size_has_vllms_bytes(name, dim):
     assert layer_token_bytes(model, DTYPES[name], 1, model.layers // 2) * 16 == spec(name, model, 1, 16).page_size_bytes
 
 
-@pytest.mark.parametrize("name", [name for name, dtype in DTYPES.items() if dtype.latent or dtype.content is None])
+@pytest.mark.parametrize("name", [name for name, dtype in DTYPES.items() if dtype.latent])
 def test_a_latent_has_vllms_bytes(name):
     model = load_model("DeepSeek-V2-Lite")
     page = backend(name, latent=True).customize_spec(

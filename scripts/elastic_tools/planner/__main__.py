@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from elastic_tools.planner import options, record
+from elastic_tools.planner.cache import cache_problem
 from elastic_tools.planner.errors import PlanError
 from elastic_tools.planner.estimate import Estimate, Plan, estimate
 from elastic_tools.planner.options import Question
@@ -14,7 +15,7 @@ EXAMPLES = """examples:
   scripts/plan estimate --model path/to/config.json --gpu L40S --tp 2 --prompt-tokens 8192~0.5 --rate 2
   scripts/plan compare --model Qwen2.5-14B --gpu A100 H100 --tp 1 2 --cache bf16 fp8 --csv plans.csv --plot plans.png
   scripts/plan recommend --model Llama-3.1-70B --workload document --price H100=2.5
-  scripts/plan emit --model Llama-3.1-8B --serve meta-llama/Llama-3.1-8B-Instruct > serve.yaml
+  scripts/plan emit --model Llama-3.1-8B --gpu H100 > serve.yaml
   scripts/plan regime --gpu H100 --plot regime.png
 """
 WORKERS_FROM = 24  # plans from which a second process pays
@@ -44,8 +45,12 @@ def parser() -> argparse.ArgumentParser:
     add("compare", "A table of plans: GPUs x sizes x caches x chunks.", several=True, plot=True)
     add("recommend", "Which plan to take, step by step.", several=True)
     emit = add("emit", "The recommended plan as a file for `vllm serve --config`.", several=True)
-    emit.add_argument("--serve", metavar="MODEL", help="what vLLM is to load (default: --model)")
-    emit.add_argument("--elastic", action="store_true", help="put --elastic-kv-config in, whatever is recommended")
+    emit.add_argument(
+        "--serve",
+        metavar="MODEL",
+        help="what vLLM is to load (default: the folder that --model names, or the preset's name on Hugging Face)",
+    )
+    emit.add_argument("--elastic", action="store_true", help="put --elastic-kv-config in: a cache that grows on demand")
     verbs.add_parser("models", help="The presets in configs/models.")
     regime = verbs.add_parser("regime", help="Where lending the reserve gains more than a smaller chunk: the map.")
     regime.add_argument("--gpu", default="H100", help="(default %(default)s)")
@@ -76,6 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         "accuracy": accuracy_verb,
     }[given.verb]
     try:
+        options.check(given)
         verb(given)
     except PlanError as error:
         print(f"plan: {error}", file=sys.stderr)
@@ -129,7 +135,9 @@ def compare_verb(given: argparse.Namespace) -> None:
     asked = options.question(given)
     plans = asked.plans()
     if not plans:
-        raise PlanError(f"No GPU here has a kernel for {asked.caches[0].name}; the nearest is int4_per_token_head.")
+        for device in asked.gpus:
+            if problem := cache_problem(asked.model, asked.caches[0], device.sm):
+                raise PlanError(problem)
     found = sorted(evaluate(asked, plans), key=lambda each: (each.problem is not None, not each.met, each.dollars))
     show(given, record.table(record.HEAD, map(record.line, found)), found, [record.full(each) for each in found])
     if given.plot:
@@ -152,19 +160,19 @@ def recommend_verb(given: argparse.Namespace) -> None:
 
 def emit_verb(given: argparse.Namespace) -> None:
     """The recommended plan as YAML."""
-    from elastic_tools.planner.emit import as_yaml
+    from elastic_tools.planner.emit import as_yaml, served
     from elastic_tools.planner.recommend import recommend
 
     asked = options.question(given)
+    model = served(given.model, given.serve, asked.model)
     decision = recommend(asked)
-    model = given.serve or given.model.removesuffix("/config.json")
-    text = as_yaml(decision.chosen, model, asked.workload.length, given.weights, given.elastic or decision.elastic)
+    text = as_yaml(decision.chosen, model, asked.workload.length, given.weights, given.elastic, lend=decision.elastic)
     show(given, text.rstrip(), [decision.chosen], record.full(decision.chosen))
 
 
 def models_verb(given: argparse.Namespace) -> None:
     """The presets with their sizes."""
-    from elastic_tools.planner.model import load_model, presets
+    from elastic_tools.planner.checkpoint import load_model, presets
 
     models = [load_model(name) for name in presets()]
     rows = [[m.name, f"{m.parameters / 1e9:.2f} B", str(m.heads), str(m.kv_heads), f"{m.max_len:,}"] for m in models]

@@ -10,11 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic_tools.planner.errors import PlanError, nearest
-from elastic_tools.planner.model import ModelConfig
+from elastic_tools.planner.model import ELEMENT, ModelConfig
 
 BLOCK = 16  # tokens, vLLM's default on CUDA
+MLA_FP8_BLOCK = 64  # FlashMLA, which vLLM takes for an FP8 latent on Hopper, has no other
 SCALE = 4  # bytes of the float32 scale that the per-token-head formats keep for a key and for a value
-PACKED_SKIP = 2  # layers at either end that TurboQuant and UltraQuant leave uncompressed in a dense model
+PACKED_SKIP = 2  # layers at either end that TurboQuant leaves uncompressed in a dense model
+# Tokens of the blocks of TurboQuant: vLLM makes them longer until a page of the format, taken as one byte an element,
+# covers a page of 16 tokens of the 16-bit layers at the ends.
+PACKED_BLOCK = 32
+IN_FLIGHT = 2  # steps that vLLM schedules before the first is done: its asynchronous scheduling, on by default
 
 
 def _turboquant(key_bits: int, value_bits: int) -> Callable[[int], int]:
@@ -33,16 +38,16 @@ class CacheDtype:
     """A cache format.
 
     ``content(dim)`` is what a key and a value of ``dim`` elements take together, in bytes; None for the model's own
-    type. ``bits`` is the nominal size of an element. ``latent(dim)`` is the same for the one latent vector of MLA, or
-    None where vLLM has no such format. ``skip`` is the number of layers at either end that stay uncompressed.
-    ``least_sm`` is the compute capability that vLLM's kernels need, times ten. ``quality`` orders formats from exact
-    (0) to coarse.
+    type. ``bits`` is the nominal size of an element. ``latent`` says whether vLLM has the format for the latent vector
+    of MLA, whose elements then take ``bits`` bits. ``skip`` is the number of layers at either end that stay
+    uncompressed. ``least_sm`` is the compute capability that vLLM's kernels need, times ten. ``quality`` orders formats
+    from exact (0) to coarse.
     """
 
     name: str
     bits: float
     content: Callable[[int], int] | None
-    latent: Callable[[int], int] | None
+    latent: bool
     quality: int
     skip: int = 0
     least_sm: int = 0
@@ -55,21 +60,20 @@ class CacheDtype:
 DTYPES = {
     dtype.name: dtype
     for dtype in (
-        CacheDtype("auto", 16, None, None, 0),
-        CacheDtype("float16", 16, lambda d: 4 * d, lambda d: 2 * d, 0),
-        CacheDtype("bfloat16", 16, lambda d: 4 * d, lambda d: 2 * d, 0, least_sm=80),
-        CacheDtype("fp8", 8, lambda d: 2 * d, lambda d: d, 1),
-        CacheDtype("fp8_e4m3", 8, lambda d: 2 * d, lambda d: d, 1),
-        CacheDtype("fp8_e5m2", 8, lambda d: 2 * d, lambda d: d, 2),
-        CacheDtype("fp8_per_token_head", 8, lambda d: 2 * d + 2 * SCALE, lambda d: d + 2 * SCALE, 1),
-        CacheDtype("int8_per_token_head", 8, lambda d: 2 * d + 2 * SCALE, lambda d: d + 2 * SCALE, 1),
-        CacheDtype("int4_per_token_head", 4, lambda d: d // 2 * 2 + 2 * SCALE, lambda d: d // 2 + 2 * SCALE, 4),
-        CacheDtype("nvfp4", 4, lambda d: 2 * (d // 2 + d // 16), None, 3, least_sm=100),
-        CacheDtype("turboquant_k8v4", 6, _turboquant(8, 4), None, 3, PACKED_SKIP),
-        CacheDtype("turboquant_4bit_nc", 4, _turboquant(4, 4), None, 4, PACKED_SKIP),
-        CacheDtype("turboquant_k3v4_nc", 3.5, _turboquant(3, 4), None, 5, PACKED_SKIP),
-        CacheDtype("turboquant_3bit_nc", 3, _turboquant(3, 3), None, 6, PACKED_SKIP),
-        CacheDtype("ultraquant_4bit", 4, lambda d: 2 * (d // 2 + d // 32), None, 4, PACKED_SKIP),
+        CacheDtype("auto", 16, None, True, 0),
+        CacheDtype("float16", 16, lambda d: 4 * d, True, 0),
+        CacheDtype("bfloat16", 16, lambda d: 4 * d, True, 0, least_sm=80),
+        CacheDtype("fp8", 8, lambda d: 2 * d, True, 1),
+        CacheDtype("fp8_e4m3", 8, lambda d: 2 * d, True, 1),
+        CacheDtype("fp8_e5m2", 8, lambda d: 2 * d, False, 2),
+        CacheDtype("fp8_per_token_head", 8, lambda d: 2 * d + 2 * SCALE, False, 1),
+        CacheDtype("int8_per_token_head", 8, lambda d: 2 * d + 2 * SCALE, False, 1),
+        CacheDtype("int4_per_token_head", 4, lambda d: d // 2 * 2 + 2 * SCALE, False, 4),
+        CacheDtype("nvfp4", 4, lambda d: 2 * (d // 2 + d // 16), False, 3, least_sm=100),
+        CacheDtype("turboquant_k8v4", 6, _turboquant(8, 4), False, 3, PACKED_SKIP),
+        CacheDtype("turboquant_4bit_nc", 4, _turboquant(4, 4), False, 4, PACKED_SKIP),
+        CacheDtype("turboquant_k3v4_nc", 3.5, _turboquant(3, 4), False, 5, PACKED_SKIP),
+        CacheDtype("turboquant_3bit_nc", 3, _turboquant(3, 3), False, 6, PACKED_SKIP),
     )
 }
 ALIASES = {
@@ -85,23 +89,51 @@ ALIASES = {
 def cache_dtype(name: str) -> CacheDtype:
     """A format by vLLM's name for it, or by a short one. Raises ``PlanError``."""
     known = ALIASES.get(name, name)
+    if known == "ultraquant_4bit":
+        raise PlanError(
+            "ultraquant_4bit runs on AMD's GPUs only, and the planner knows none; the nearest is turboquant_4bit_nc."
+        )
     if known not in DTYPES:
         near = nearest(name, [*DTYPES, *ALIASES])
         raise PlanError(f"There is no cache dtype {name!r}; the nearest is {near}.")
     return DTYPES[known]
 
 
+def cache_problem(model: ModelConfig, dtype: CacheDtype, sm: int) -> str | None:
+    """Why vLLM has no such cache for a model on a GPU of compute capability ``sm``, times ten; None if it has.
+
+    The sentence ends with the nearest choice.
+    """
+    if sm < dtype.least_sm:
+        return (
+            f"{dtype.name} needs compute capability {dtype.least_sm / 10:.1f}, and this GPU has {sm / 10:.1f}; "
+            "the nearest is int4_per_token_head."
+        )
+    if model.mla and not dtype.latent:
+        return f"{model.name} has MLA, for which vLLM has no {dtype.name} cache; the nearest is fp8."
+    if model.mla and dtype.bits == 8 and sm < 89:
+        return f"{model.name} has MLA, whose fp8 cache needs compute capability 8.9; the nearest is auto."
+    if dtype.skip and len(set(model.windows)) > 1:
+        return (
+            f"{model.name} mixes sliding windows, and {dtype.name} leaves layers uncompressed; the planner does not "
+            "know how vLLM would lay that out. The nearest is int4_per_token_head."
+        )
+    return None
+
+
+def block_tokens(model: ModelConfig, dtype: CacheDtype, sm: int) -> int:
+    """Tokens of a block when nobody says --block-size."""
+    if model.mla:
+        return MLA_FP8_BLOCK if dtype.bits == 8 and sm == 90 else BLOCK
+    return PACKED_BLOCK if dtype.skip else BLOCK
+
+
 def layer_token_bytes(model: ModelConfig, dtype: CacheDtype, tp: int, layer: int) -> int:
     """Bytes that one token takes in one layer on one rank."""
-    compressed = dtype.skip <= layer < model.layers - dtype.skip
     if model.mla:
-        width = model.mla.kv_rank + model.mla.rope
-        if dtype.content is None:
-            return model.element * width
-        if dtype.latent is None:
-            raise PlanError(f"{model.name} has MLA, for which vLLM has no {dtype.name} cache; the nearest is fp8.")
-        return dtype.latent(width)
-    plain = 2 * model.head_dim * model.element
+        return (model.mla.kv_rank + model.mla.rope) * int(dtype.bits) // 8
+    compressed = dtype.skip <= layer < model.layers - dtype.skip
+    plain = 2 * model.head_dim * ELEMENT
     content = dtype.content(model.head_dim) if dtype.content and compressed else plain
     return model.kv_heads_on(tp) * content
 
@@ -111,7 +143,8 @@ class KVLayout:
     """The KV cache of one rank.
 
     Layers with the same window form groups. A block holds one page for each layer of the largest group, and a request
-    takes blocks for every group by itself, so a block id is never shared between groups.
+    takes blocks for every group by itself, so a block id is never shared between groups. A token of a long request
+    takes ``bytes_per_token`` less what layers with a window let go of.
     """
 
     block: int  # tokens
@@ -123,8 +156,12 @@ class KVLayout:
         """Blocks that ``available`` bytes hold, as the engine counts them: with the null block."""
         return max(0, available) // self.bytes_per_block
 
-    def request_blocks(self, tokens: int, in_flight: int = 1) -> int:
-        """Blocks that a request of ``tokens`` tokens takes when ``in_flight`` of them were scheduled last."""
+    def request_blocks(self, tokens: int, in_flight: int) -> int:
+        """Blocks that a request of ``tokens`` tokens takes at most, with ``in_flight`` tokens scheduled and not done.
+
+        A layer with a window keeps them besides the window, and a window may begin inside a block; vLLM counts the
+        same (``SlidingWindowSpec.max_admission_blocks_per_request``).
+        """
         total = 0
         for window, count in self.groups:
             if window:
@@ -133,10 +170,6 @@ class KVLayout:
             else:
                 total += count * -(-tokens // self.block)
         return total
-
-    def tokens(self, blocks: int, length: int) -> int:
-        """The capacity in tokens that vLLM logs: the requests of ``length`` tokens that fit, times their length."""
-        return int(blocks / self.request_blocks(length) * length)
 
 
 def kv_layout(model: ModelConfig, dtype: CacheDtype, tp: int = 1, block: int = BLOCK) -> KVLayout:
@@ -147,14 +180,7 @@ def kv_layout(model: ModelConfig, dtype: CacheDtype, tp: int = 1, block: int = B
     per_layer = [layer_token_bytes(model, dtype, tp, layer) for layer in range(model.layers)]
     windows = Counter(model.windows)
     if len(windows) == 1:
-        window = model.windows[0]
-        return KVLayout(block, block * sum(per_layer), ((window, 1),), sum(per_layer))
-    if len(set(per_layer)) > 1:
-        raise PlanError(
-            f"{model.name} mixes sliding windows, and {dtype.name} leaves layers uncompressed; the "
-            "planner does not know "
-            "how vLLM would lay that out. The nearest is int4_per_token_head."
-        )
+        return KVLayout(block, block * sum(per_layer), ((model.windows[0], 1),), sum(per_layer))
     # vLLM makes groups of equal length: as long as the smallest kind, or the largest where they differ by less than
     # half.
     least, most = min(windows.values()), max(windows.values())

@@ -1,28 +1,16 @@
-"""What paper B claims, and what the sweep says: the tables of ``scripts/plan study``."""
+"""What paper B claims, and what the sweep says."""
 
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_tools.planner.model import load_model
-from elastic_tools.planner.record import table
-from elastic_tools.planner.regime import Regime, summary
+from elastic_tools.planner.checkpoint import load_model
 
 if TYPE_CHECKING:
     from elastic_tools.planner.study import Cell, Pair
 
 SMALL = 10e9  # parameters up to which a model counts as "7B"
 FREE = "int4_per_token_head, free to read"
-WHY = """\
-A compressed cache that costs what its bytes cost always wins where the weights fit one GPU. Published kernels do
-not all read that fast. fp8 does: it is measured on three of the four GPUs, and a decode step is faster with it than
-with 16 bit. The formats with a scale for each token and head are modelled at 1.28 (int8) and 1.65 (int4) times the
-attention of 16 bit, and 3-bit TurboQuant at 8 times, from the pull requests that
-`scripts/elastic_tools/planner/operators.py` names: their fewer bytes buy room, and not speed. So where decode
-attention fills most of a step (long contexts, many requests), more GPUs with a 16-bit cache can be cheaper than a
-small cache that is slow to read. "Free to read" below are the same formats at the cost of their bytes: with them
-the paper's result comes out."""
 COMMON = 64  # requests at a time that one GPU should serve before a context length counts as a wall
 
 
@@ -101,7 +89,9 @@ def capacity(cells: Sequence["Cell"]) -> tuple[list[float], list[float]]:
 
 
 def walls(cells: Sequence["Cell"]) -> list[list[str]]:
-    """The longest context at which one GPU with a 16-bit cache serves one request, and ``COMMON`` of them."""
+    """The longest context of the sweep that a model takes, and the longest at which one GPU with a 16-bit cache serves
+    one request, and ``COMMON`` of them.
+    """
     rows = []
     for model in dict.fromkeys(each.model for each in cells):
         if load_model(model).parameters > SMALL:
@@ -112,7 +102,7 @@ def walls(cells: Sequence["Cell"]) -> list[list[str]]:
             for wanted in (1, COMMON):
                 fit = [each.context for each in one if each.users >= wanted]
                 texts.append(f"{max(fit):,}" if fit else "none")
-            rows.append([model, name, *texts])
+            rows.append([model, name, f"{max(each.context for each in one):,}", *texts])
     return rows
 
 
@@ -134,6 +124,9 @@ def claim_rows(cells: Sequence["Cell"], found: Sequence["Pair"]) -> list[tuple[s
     as_published = [pair for pair in one if not pair.ideal]
     faster = sum(pair.wider_tpot < pair.compressed_tpot for pair in as_published)
     slow = slower()
+    rows = walls(cells)
+    whole, many = (sum(row[2] == row[column] for row in rows) for column in (3, 4))
+    long = sum(row[3] == "131,072" for row in rows)
     return [
         (
             "No crossover where the weights fit one GPU",
@@ -172,10 +165,9 @@ def claim_rows(cells: Sequence["Cell"], found: Sequence["Pair"]) -> list[tuple[s
         ),
         (
             "Context alone is seldom the wall for 7B",
-            f"{sum(row[2] == '131,072' for row in walls(cells))} of {len(walls(cells))} pairs of a "
-            "model up to 10 B and a GPU hold "
-            "one request of 128k on one GPU",
-            "holds" if sum(row[2] == "131,072" for row in walls(cells)) * 2 > len(walls(cells)) else "does not hold",
+            f"{whole} of {len(rows)} pairs of a model up to 10 B and a GPU hold one request of the longest context "
+            f"that the model takes on one GPU, {long} of them one of 128k; {many} hold {COMMON} such requests",
+            "holds for one request, not for many" if whole > many and whole * 2 > len(rows) else "see the table",
         ),
         (
             "Tensor parallelism is faster, compression is slower",
@@ -198,109 +190,3 @@ def slower() -> list[str]:
     }
     steps = {name: times_of(plan).step(32, 8192, []) for name, plan in plans.items()}
     return [f"{name} takes {ms / steps['bf16']:.2f} of bf16's step" for name, ms in steps.items() if name != "bf16"]
-
-
-def terminal(cells: Sequence["Cell"], found: Sequence["Pair"]) -> str:
-    """The claims beside the data, and the gaps."""
-    lines = []
-    for claim, data, verdict in claim_rows(cells, found):
-        lines += [f"Claim: {claim}.", f"  Data: {data}.", f"  Verdict: {verdict}.", ""]
-    return "\n".join([*lines, table(GAP_HEAD, gap_rows([pair for pair in found if pair.fewest == 1]))])
-
-
-def reserve(map_: Sequence[Regime], strict: Sequence[Regime]) -> str:
-    """Paper A's claim about the reserve beside the map, and beside the map in which no TTFT may be lost."""
-    lent, lent_strict = ([each for each in found if each.verdict == "lend"] for found in (map_, strict))
-    least = min((each.chunk for each in lent_strict), default=0)
-    largest = max(each.chunk for each in map_)
-    model = map_[0].model
-    shares = {e.tp: e.lent_most / e.tokens for e in map_ if (e.model, e.chunk, e.context) == (model, largest, 8192)}
-    melting = ", ".join(f"{100 * share:.0f}% at TP {tp}" for tp, share in shares.items())
-    return (
-        "Paper A claims that a smaller chunk recovers more than lending, that the reserve melts "
-        "under tensor parallelism, and that "
-        "lending pays for small models with very long prompts and no tensor parallelism only. The "
-        "first two hold: lending gains "
-        f"more in {len(lent)} of {len(map_)} points, and what a chunk of {largest:,} tokens keeps "
-        f"from the cache of {model} falls "
-        f"from {melting}. The third does not come out: by measured operator times a prompt loses next "
-        "to nothing when it is cut, "
-        "since its steps stay bound by computation, so a smaller chunk wins without tensor "
-        "parallelism too. Where no TTFT at all "
-        f"may be lost, lending gains more in {len(lent_strict)} of {len(strict)} points, all with "
-        f"chunks of {least:,} tokens or more."
-    )
-
-
-def document(
-    cells: Sequence["Cell"],
-    found: Sequence["Pair"],
-    checked: Sequence[dict[str, Any]],
-    map_: Sequence[Regime],
-    strict: Sequence[Regime],
-) -> str:
-    """The page in docs/results."""
-    one = [pair for pair in found if pair.fewest == 1]
-    losers = Counter((pair.cache, pair.gpu) for pair in one if pair.gap < 1 and not pair.ideal)
-    rows = [[f"{cache} on {name}", str(count)] for (cache, name), count in losers.most_common()]
-    checks = [[str(value) for value in row.values()] for row in checked]
-    lines = [
-        "# More GPUs or a smaller cache",
-        "",
-        "Made by `make plan-study`. Nothing here was run on a GPU: memory and times are the "
-        "planner's, with the errors that "
-        "[planner-accuracy.md](planner-accuracy.md) states. Prices are those of "
-        "`configs/hardware.toml`. Terms: the relief is "
-        "the number of requests at a time, as a multiple of what a 16-bit cache holds on the fewest "
-        "GPUs; the gap is the cost with "
-        "more GPUs over the cost with a smaller cache, at the same requests; an eighth of the context is generated.",
-        "",
-        "## The claims beside the data",
-        "",
-        "| claim | data | verdict |",
-        "|---|---|---|",
-        *(f"| {claim} | {data} | {verdict} |" for claim, data, verdict in claim_rows(cells, found)),
-        "",
-        "## Where the data disagrees, and why",
-        "",
-        WHY,
-        "",
-        table(("more GPUs are cheaper (weights fit one GPU)", "comparisons"), rows, markdown=True) if rows else "",
-        "",
-        "## The cost gap",
-        "",
-        "Weights fit one GPU:",
-        "",
-        table(GAP_HEAD, gap_rows(one), markdown=True),
-        "",
-        "Weights need several GPUs (the fewest that hold them is the base):",
-        "",
-        table(GAP_HEAD, gap_rows([pair for pair in found if pair.fewest > 1]), markdown=True),
-        "",
-        "![Cost gap and speed](planner-study.png)",
-        "",
-        "## Is context the wall?",
-        "",
-        table(("model", "GPU", "longest context, 1 request", f"{COMMON} requests"), walls(cells), markdown=True),
-        "",
-        "## Where lending the reserve gains more than a smaller chunk",
-        "",
-        "H100, 16-bit cache, 512 output tokens, a smaller chunk may cost 1% of the TTFT; counts of points. Data: "
-        "[planner-regime.json](planner-regime.json).",
-        "",
-        reserve(map_, strict),
-        "",
-        "```",
-        summary(map_),
-        "```",
-        "",
-        "![The regime map](planner-regime.png)",
-        "",
-        "## Arithmetic and simulation",
-        "",
-        "The sweep takes steady states by arithmetic. The discrete-event simulation beside it, for a few plans:",
-        "",
-        table(("plan", "requests", "tokens/s", "simulated", "TPOT ms", "simulated"), checks, markdown=True),
-        "",
-    ]
-    return "\n".join(lines)

@@ -4,18 +4,20 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from elastic_tools.planner.cache import BLOCK, CacheDtype
+from elastic_tools.planner.cache import CacheDtype
 from elastic_tools.planner.errors import PlanError
 from elastic_tools.planner.hardware import GPU
 from elastic_tools.planner.memory import GIB, UTILIZATION, Budget, budget
 from elastic_tools.planner.model import ModelConfig
 from elastic_tools.planner.operators import Source
-from elastic_tools.planner.simulate import Engine, Loan, Outcome, simulate
+from elastic_tools.planner.simulate import simulate
 from elastic_tools.planner.step import StepTimes
 from elastic_tools.planner.tables import Tables, load
+from elastic_tools.planner.traffic import Engine, Loan, Outcome
 from elastic_tools.planner.workload import Workload
 
 MARGIN = 0.9  # what a plan that misses its SLOs in the simulation is reduced to, again and again
+MOST_REQUESTS = 8000  # of a simulation
 PROBES = 8  # chunks of a long prompt that the analytical search looks at
 
 
@@ -30,7 +32,6 @@ class Plan:
     chunk: int | None = None
     sequences: int | None = None
     utilization: float = UTILIZATION
-    block: int = BLOCK
     ideal: bool = False  # whether dequantisation of the cache is taken to be free
 
     @property
@@ -66,7 +67,6 @@ class Plan:
             self.step_tokens,
             self.step_sequences,
             self.utilization,
-            self.block,
         )
 
 
@@ -81,7 +81,9 @@ class Steady:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A plan and what comes of it for a workload. ``users`` are requests of full length that the cache holds."""
+    """A plan and what comes of it for a workload. ``users`` are requests of full length that the cache holds;
+    ``most_rate`` is how many requests it can answer in a second, where a rate was asked for.
+    """
 
     plan: Plan
     memory: Budget
@@ -91,6 +93,7 @@ class Estimate:
     met: bool
     sources: dict[str, Source]
     problem: str | None = None
+    most_rate: float | None = None
 
     @property
     def dollars(self) -> float:
@@ -119,7 +122,7 @@ def times_of(plan: Plan) -> StepTimes:
 
 def users(memory: Budget, length: int) -> float:
     """Requests of ``length`` tokens that the cache holds. One block is the null block and belongs to none."""
-    return max(0, memory.blocks - 1) / memory.layout.request_blocks(length)
+    return max(0, memory.blocks - 1) / memory.request_blocks(length)
 
 
 def why_not(plan: Plan, memory: Budget, length: int) -> str | None:
@@ -132,7 +135,7 @@ def why_not(plan: Plan, memory: Budget, length: int) -> str | None:
             f"exceed the {memory.requested / GIB:.1f} GiB that vLLM may use of a {plan.gpu.name}"
         )
     if users(memory, length) < 1:
-        need = memory.layout.request_blocks(length)
+        need = memory.request_blocks(length)
         return (
             f"the cache has {memory.blocks:,} blocks, and one request of {length:,} tokens needs {need:,} "
             "and the null block"
@@ -190,15 +193,31 @@ def keeps_slos(outcome: Outcome, workload: Workload) -> bool:
     )
 
 
+def answered(times: StepTimes, plan: Plan, workload: Workload, room: float) -> float:
+    """Requests that a plan answers in a second when its cache is full, by arithmetic. More that arrive wait ever
+    longer, whatever a simulation of some minutes says.
+    """
+    prompt, output = round(workload.prompt.mean), round(workload.output.mean)
+    together = max(1, min(plan.step_sequences, math.floor(room), plan.step_tokens - 1))
+    return steady(times, plan.step_tokens, together, prompt, output).tokens / output
+
+
+def requests_of(times: StepTimes, plan: Plan, workload: Workload) -> int:
+    """How many requests to simulate for a steady state."""
+    if workload.concurrency is not None:
+        return max(48, 4 * workload.concurrency)
+    assert workload.rate is not None
+    prompt, output = round(workload.prompt.mean), round(workload.output.mean)
+    alone = steady(times, plan.step_tokens, 1, prompt, output)
+    seconds = max(60.0, 10 * (alone.ttft + alone.tpot * output) / 1e3)
+    return int(min(MOST_REQUESTS, max(200, seconds * workload.rate)))
+
+
 def run(plan: Plan, memory: Budget, workload: Workload, seed: int = 0, loan: Loan | None = None) -> Outcome:
     """Simulates a workload that has a rate or a concurrency, long enough for a steady state."""
-    engine = Engine(times_of(plan), memory.layout, memory.blocks, plan.step_tokens, plan.step_sequences, loan=loan)
-    if workload.rate:
-        count = int(min(4000, max(200, 60 * workload.rate)))
-    else:
-        assert workload.concurrency is not None
-        count = max(48, 4 * workload.concurrency)
-    return simulate(engine, workload, count, seed, plan.model.max_len)
+    times = times_of(plan)
+    engine = Engine(times, memory.layout, memory.blocks, plan.step_tokens, plan.step_sequences, loan=loan)
+    return simulate(engine, workload, requests_of(times, plan, workload), seed, plan.model.max_len)
 
 
 def estimate(plan: Plan, workload: Workload, seed: int = 0) -> Estimate:
@@ -213,9 +232,9 @@ def estimate(plan: Plan, workload: Workload, seed: int = 0) -> Estimate:
     times = times_of(plan)
     if workload.rate or workload.concurrency:
         outcome = run(plan, memory, workload, seed)
-        return Estimate(
-            plan, memory, room, workload.concurrency, outcome, keeps_slos(outcome, workload), times.sources()
-        )
+        rate = answered(times, plan, workload, room) if workload.rate else None
+        met = keeps_slos(outcome, workload) and (rate is None or workload.rate is None or workload.rate <= rate)
+        return Estimate(plan, memory, room, workload.concurrency, outcome, met, times.sources(), most_rate=rate)
     concurrency = most(times, plan, workload, room)
     while True:
         outcome = run(plan, memory, replace(workload, concurrency=concurrency), seed)

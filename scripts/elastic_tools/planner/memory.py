@@ -7,10 +7,10 @@ constants; ``make plan-accuracy`` prints how far it is off.
 from dataclasses import dataclass
 from functools import lru_cache
 
-from elastic_tools.planner.cache import BLOCK, CacheDtype, KVLayout, kv_layout
+from elastic_tools.planner.cache import IN_FLIGHT, CacheDtype, KVLayout, block_tokens, cache_problem, kv_layout
 from elastic_tools.planner.errors import PlanError
 from elastic_tools.planner.hardware import GPU
-from elastic_tools.planner.model import ModelConfig
+from elastic_tools.planner.model import ELEMENT, ModelConfig
 
 GIB = 2**30
 UTILIZATION = 0.92  # --gpu-memory-utilization, this vLLM's default
@@ -42,20 +42,21 @@ def activations(model: ModelConfig, tokens: int, tp: int = 1, sequences: int = 2
     that are sampled, V the vocabulary, and W the widest moment of a layer: 3 I in a gated MLP (gate, up and their
     product), or queries, keys, values and output of attention, or for experts k (3 I + h) for the k that a token
     visits. The residual stream and the input of a layer are whole on every rank, and so are logits: only W melts away
-    under tensor parallelism. Published for Qwen3-8B, vLLM pull request 48322: from 2,048 to 8,192 tokens the cache
-    loses 3,744 tokens, 89,856 bytes for each token of the step; the terms in T give 90,112.
+    under tensor parallelism. W was chosen by one published figure (Qwen3-8B on an RTX 4090, vLLM pull request 48322):
+    from 2,048 to 8,192 tokens the cache loses 89,856 bytes for each token of the step, and the terms in T alone give
+    90,112. With the 256 sequences that vLLM takes by default on that card the sampler's term is the larger one at 2,048
+    tokens, so the whole formula gives less; ``make plan-accuracy`` prints both capacities.
     """
-    element = model.element
     attention = model.heads * (model.mla.nope + model.mla.rope + model.mla.value) if model.mla else model.qkv_width
-    wide = max(3 * model.intermediate, attention + model.heads * model.head_dim)
+    wide = attention + model.heads * model.head_dim
+    if not all(model.expert_layers):
+        wide = max(wide, 3 * model.intermediate)
     if model.moe:
-        wide = max(
-            wide if model.dense_layers else 0, 3 * model.moe.shared_width, model.moe.active * 3 * model.moe.width
-        )
+        wide = max(wide, 3 * model.moe.shared_width, model.moe.active * 3 * model.moe.width)
         wide += model.moe.active * model.hidden * tp  # the output of every expert is whole on every rank
     return Activations(
-        hidden=2 * tokens * model.hidden * element,
-        wide=tokens * wide * element // tp,
+        hidden=2 * tokens * model.hidden * ELEMENT,
+        wide=tokens * wide * ELEMENT // tp,
         logits=min(sequences, tokens) * model.head_rows * LOGIT_BYTES,
     )
 
@@ -64,15 +65,15 @@ def activations(model: ModelConfig, tokens: int, tp: int = 1, sequences: int = 2
 def weight_bytes(model: ModelConfig, tp: int = 1) -> int:
     """Weights on one of ``tp`` ranks, in bytes. Norms, routers and the latent projections of MLA are on every rank."""
     model.check_tp(tp)
-    total = sum(model.small()) * model.element * 8
+    total = sum(model.small()) * ELEMENT * 8
     rows = -(-model.head_rows // tp)
-    total += rows * model.hidden * model.element * 8 * (1 if model.tied else 2)
+    total += rows * model.hidden * ELEMENT * 8 * (1 if model.tied else 2)
     bits = 0.0
     for layer in range(model.layers):
-        for linear in model.attention_linears(tp) + model.mlp_linears(layer, tp):
+        for linear in model.linears(layer, tp):
             bits += linear.n * linear.k * linear.bits
         if model.has_experts(layer) and model.moe:
-            bits += model.moe.experts * 3 * model.hidden * (model.moe.width // tp) * model.bits_stored
+            bits += model.moe.experts * 3 * model.hidden * (model.moe.width // tp) * model.expert_bits(layer)
     return round((total + bits) / 8)
 
 
@@ -87,6 +88,7 @@ class Budget:
     graphs: int
     framework: int
     layout: KVLayout
+    in_flight: int  # tokens that are scheduled and not done, at most
 
     @property
     def requested(self) -> int:
@@ -103,6 +105,16 @@ class Budget:
         """Blocks of the cache."""
         return self.layout.blocks(self.cache)
 
+    def request_blocks(self, tokens: int) -> int:
+        """Blocks that a request of ``tokens`` tokens takes at most."""
+        return self.layout.request_blocks(tokens, self.in_flight)
+
+    def tokens(self, length: int) -> int:
+        """The "GPU KV cache size" that vLLM logs with --max-model-len ``length``: the requests of that length that its
+        blocks hold, times the length.
+        """
+        return int(self.blocks / self.request_blocks(length) * length)
+
 
 def budget(
     model: ModelConfig,
@@ -112,7 +124,7 @@ def budget(
     chunk: int | None = None,
     sequences: int | None = None,
     utilization: float = UTILIZATION,
-    block: int = BLOCK,
+    block: int | None = None,
 ) -> Budget:
     """The memory of one of ``tp`` ranks when steps have up to ``chunk`` tokens and ``sequences`` requests.
 
@@ -121,18 +133,17 @@ def budget(
     """
     if not 0 < utilization <= 1:
         raise PlanError(f"A GPU memory utilization of {utilization:g} cannot be: it is a share above 0 and up to 1.")
-    if gpu.sm < dtype.least_sm:
-        raise PlanError(
-            f"{dtype.name} needs compute capability {dtype.least_sm / 10:.1f}, and a {gpu.name} has {gpu.sm / 10:.1f}; "
-            "the nearest is int4_per_token_head."
-        )
+    if problem := cache_problem(model, dtype, gpu.sm):
+        raise PlanError(problem)
+    chunk = chunk or gpu.chunk
     sequences = sequences or gpu.max_seqs
     return Budget(
         total=gpu.memory,
         utilization=utilization,
         weights=weight_bytes(model, tp),
-        reserve=activations(model, chunk or gpu.chunk, tp, sequences),
+        reserve=activations(model, chunk, tp, sequences),
         graphs=GRAPH_FIXED + GRAPH_PER_LAYER * model.layers,
         framework=FRAMEWORK + (NCCL.get(tp) or (max(NCCL.values()) if tp > 1 else 0)),
-        layout=kv_layout(model, dtype, tp, block),
+        layout=kv_layout(model, dtype, tp, block or block_tokens(model, dtype, gpu.sm)),
+        in_flight=IN_FLIGHT * chunk,
     )

@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elastic_tools.planner.cache import CacheDtype, cache_dtype
+from elastic_tools.planner.cache import CacheDtype, cache_dtype, cache_problem
+from elastic_tools.planner.checkpoint import load_model
 from elastic_tools.planner.errors import PlanError, nearest
 from elastic_tools.planner.estimate import Plan
 from elastic_tools.planner.hardware import GPU, gpu, gpus
 from elastic_tools.planner.memory import UTILIZATION
-from elastic_tools.planner.model import ModelConfig, load_model
+from elastic_tools.planner.model import ModelConfig
 from elastic_tools.planner.workload import WORKLOADS, Workload, parse_lengths
 
 
@@ -45,7 +46,7 @@ class Question:
             for tp in self.tps
             if self.model.tp_problem(tp) is None
             for dtype in self.caches
-            if device.sm >= dtype.least_sm
+            if cache_problem(self.model, dtype, device.sm) is None
             for chunk in self.chunks
         ]
 
@@ -110,7 +111,19 @@ def add_output(parser: argparse.ArgumentParser, plot: bool = True) -> None:
     group.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON; - for the terminal, alone")
     group.add_argument("--csv", type=Path, metavar="FILE", help="write a line for each plan")
     if plot:
-        group.add_argument("--plot", type=Path, metavar="FILE", help="draw it")
+        group.add_argument("--plot", type=Path, metavar="FILE", help=f"draw it: {', '.join(PICTURES)}")
+
+
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")  # what matplotlib writes
+
+
+def check(given: argparse.Namespace) -> None:
+    """Refuses, before any work, what would fail at its end. Raises ``PlanError``."""
+    plot, seed = getattr(given, "plot", None), getattr(given, "seed", 0)
+    if plot is not None and plot.suffix.lower() not in PICTURES:
+        raise PlanError(f"--plot is {str(plot)!r}, which is no picture; the nearest is {plot.with_suffix('.png')}.")
+    if seed < 0:
+        raise PlanError(f"--seed is {seed}, and must be 0 or more.")
 
 
 def prices(given: list[str]) -> dict[str, float]:

@@ -90,7 +90,7 @@ def regime_map(found: Sequence[Regime], path: Path) -> None:
     labels = ["neither gains 1% of the cache", "a smaller chunk gains more", "lending the reserve gains more"]
     figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=9)
     figure.supxlabel(
-        "prompt length; the number is the larger gain as a share of the cache; white: does not fit", fontsize=9
+        "prompt and answer; the number is the larger gain as a share of the cache; white: does not fit", fontsize=9
     )
     save(figure, path)
 

@@ -5,14 +5,14 @@ reserve.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from elastic_tools.planner.cache import CacheDtype, cache_dtype
+from elastic_tools.planner.cache import CacheDtype, cache_dtype, cache_problem
 from elastic_tools.planner.errors import PlanError
 from elastic_tools.planner.estimate import Estimate, Plan, estimate, run
 from elastic_tools.planner.hardware import GPU
 from elastic_tools.planner.memory import GIB
 from elastic_tools.planner.options import Question
 from elastic_tools.planner.regime import TTFT_COST, regime
-from elastic_tools.planner.simulate import Loan, Outcome
+from elastic_tools.planner.traffic import Loan, Outcome
 
 TIE = 0.02  # plans whose cost differs by less count as equal, and the more exact cache wins
 
@@ -62,19 +62,19 @@ def nowhere(asked: Question) -> str:
         f"{plan.tp} x {plan.gpu.name} "
         f"its weights take {memory.weights / GIB:.1f} of {memory.requested / GIB:.1f} GiB a GPU"
     )
-    if asked.model.weight_bits > 4:
-        smaller = asked.model.with_weights(8 if asked.model.weight_bits > 8 else 4)
-        return (
-            f"{sentence}; the nearest choice is --weights "
-            f"{'fp8' if smaller.weight_bits == 8 else 'int4'}, more GPUs, or shorter requests."
-        )
+    if asked.model.weights.bits > 4:
+        smaller = "fp8" if asked.model.weights.bits > 8 else "int4"
+        return f"{sentence}; the nearest choice is --weights {smaller}, more GPUs, or shorter requests."
     return f"{sentence}; the nearest choice is more GPUs or shorter requests."
 
 
 def on(asked: Question, device: GPU, evaluate: Evaluate) -> Decision | None:
     """The decision on one kind of GPU; None where the model does not fit."""
     auto = cache_dtype("auto")
-    caches = [auto, *(each for each in asked.caches if each.bits < 16 and device.sm >= each.least_sm)]
+    caches = [
+        auto,
+        *(each for each in asked.caches if each.bits < 16 and cache_problem(asked.model, each, device.sm) is None),
+    ]
     sizes = sorted(tp for tp in set(asked.tps) if asked.model.tp_problem(tp) is None)
     chunk = asked.chunks[0]
     considered: list[Estimate] = []
@@ -214,7 +214,7 @@ def reserve_step(asked: Question, chosen: Estimate, evaluate: Evaluate) -> tuple
     if found.verdict == "neither":
         return chosen, f"Reserve: leave it, {100 * share:.1f}% of the cache is too little to win: {numbers}.", False
     if found.verdict == "lend":
-        lent = lend(asked, chosen, int(found.lent_most // chosen.memory.layout.block))
+        lent = lend(asked, chosen, found.lent_blocks)
         assert chosen.outcome is not None
         text = f"{lent.tokens:,.0f} output tokens/s with it against {chosen.outcome.tokens:,.0f} without, simulated"
         if lent.tokens > chosen.outcome.tokens:
@@ -233,8 +233,7 @@ def lend(asked: Question, chosen: Estimate, blocks: int) -> Outcome:
     "larger than a decode step."""
     plan, workload = chosen.plan, asked.workload
     if not (workload.rate or workload.concurrency):
-        layout = chosen.memory.layout
-        held = (chosen.memory.blocks - 1 + blocks) // layout.request_blocks(workload.length)
+        held = (chosen.memory.blocks - 1 + blocks) // chosen.memory.request_blocks(workload.length)
         more = max(1, round((chosen.concurrency or 1) * held / max(1.0, chosen.users)))
         workload = replace(workload, concurrency=min(plan.step_sequences, more))
     return run(plan, chosen.memory, workload, asked.seed, Loan(blocks, min(plan.step_sequences, plan.step_tokens)))

@@ -9,6 +9,7 @@ from typing import Any
 
 from elastic_tools.planner.estimate import Estimate, times_of
 from elastic_tools.planner.memory import FRAMEWORK, GIB, GRAPH_PER_LAYER
+from elastic_tools.planner.model import ELEMENT
 from elastic_tools.planner.workload import Workload
 
 
@@ -138,7 +139,7 @@ def explain(estimate: Estimate, workload: Workload) -> str:
     model, reserve, layout = plan.model, memory.reserve, memory.layout
     tokens, sequences = plan.step_tokens, plan.step_sequences
     length = workload.length
-    per_request = layout.request_blocks(length)
+    per_request = memory.request_blocks(length)
     graphs = memory.graphs - model.layers * GRAPH_PER_LAYER
 
     def gib(size: float) -> str:
@@ -152,10 +153,12 @@ def explain(estimate: Estimate, workload: Workload) -> str:
         "Memory of one GPU",
         f"  {gib(memory.requested)}  may be used: {memory.total / GIB:.2f} x {memory.utilization:g}",
         f"- {gib(memory.weights)}  weights: {model.parameters / 1e9:.2f} B parameters, linear layers "
-        f"{model.bits_stored:g} bits" + (f", over {plan.tp} GPUs" if plan.tp > 1 else "") + "  [exact up to padding]",
+        f"{model.weights.stored:g} bits"
+        + (f", over {plan.tp} GPUs" if plan.tp > 1 else "")
+        + "  [exact up to padding]",
         f"- {gib(reserve.total)}  activation reserve: residual stream {reserve.hidden / GIB:.2f} = 2 "
         f"x {tokens:,} x {model.hidden:,} x "
-        f"{model.element} B, and {inner} {widest / GIB:.2f}  [modelled]",
+        f"{ELEMENT} B, and {inner} {widest / GIB:.2f}  [modelled]",
         f"- {gib(memory.graphs)}  CUDA graphs: {graphs / GIB:.2f} + {model.layers} layers x "
         f"{GRAPH_PER_LAYER / 2**20:.0f} MiB  [modelled]",
         f"- {gib(memory.framework)}  framework {FRAMEWORK / GIB:.2f}"
@@ -206,6 +209,9 @@ def explain(estimate: Estimate, workload: Workload) -> str:
         f"  ${estimate.dollars:.3f} for a million output tokens = ${plan.price:.3f} an hour / "
         f"({outcome.tokens:,.0f} x 3,600) x 1,000,000",
     ]
+    if estimate.most_rate is not None and workload.rate is not None:
+        fate = "so it keeps up" if workload.rate <= estimate.most_rate else "so the queue grows without end"
+        lines.append(f"  {estimate.most_rate:.2f} requests/s is the most that it answers, {fate}  [arithmetic]")
     if slos:
         lines.append(f"  SLOs ({', '.join(slos)} at p90): {'met' if estimate.met else 'MISSED'}")
     return "\n".join(lines)

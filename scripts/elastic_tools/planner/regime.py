@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from elastic_tools.planner.cache import cache_dtype
+from elastic_tools.planner.cache import IN_FLIGHT, cache_dtype, cache_problem
+from elastic_tools.planner.checkpoint import load_model
 from elastic_tools.planner.errors import PlanError
 from elastic_tools.planner.estimate import Plan, times_of, users
 from elastic_tools.planner.hardware import gpu
 from elastic_tools.planner.memory import activations
-from elastic_tools.planner.model import ModelConfig, load_model
+from elastic_tools.planner.model import ModelConfig
 from elastic_tools.planner.record import table
 from elastic_tools.planner.step import StepTimes
 
@@ -32,10 +33,10 @@ ANSWER = 512  # output tokens of a request in the map
 @dataclass(frozen=True)
 class Regime:
     """What one configuration gains. Gains are tokens of cache; ``cost`` is the TTFT of the small chunk over the large,
-    less 1.
+    less 1. A gain is what vLLM would log more as the size of its cache, for requests of this length.
 
     ``idle`` is the share of the time in which no prompt is computed, so the share in which the reserve can be lent.
-    ``tokens`` is the cache without either.
+    ``context`` is the prompt and the answer, ``tokens`` the cache without either, ``lent_blocks`` what is lent.
     """
 
     model: str
@@ -49,6 +50,7 @@ class Regime:
     small_gain: float
     idle: float
     lent_most: float
+    lent_blocks: int
 
     @property
     def lent_gain(self) -> float:
@@ -93,55 +95,68 @@ def smallest_chunk(times: StepTimes, prompt: int, chunk: int, allowed: float = T
     return found, cost
 
 
-def regime(plan: Plan, context: int, output: int = ANSWER, allowed: float = TTFT_COST) -> Regime | None:
-    """What a plan gains with prompts of ``context`` tokens; None where not one request fits."""
+def regime(plan: Plan, prompt: int, output: int, allowed: float = TTFT_COST) -> Regime | None:
+    """What a plan gains with such prompts and answers; None where not one request fits."""
     chunk = plan.step_tokens
     memory = plan.memory()
-    room = users(memory, context + output)
+    length = prompt + output
+    room = users(memory, length)
     if room < 1:
         return None
     times = times_of(plan)
     sequences = plan.step_sequences
-    small, cost = smallest_chunk(times, context, chunk, allowed)
+    small, cost = smallest_chunk(times, prompt, chunk, allowed)
     running = max(1, min(int(room), sequences))
-    decode = output * times.step(running, context + output / 2, [])
-    prefill = running * prefill_ms(times, context, chunk)
+    decode = output * times.step(running, prompt + output / 2, [])
+    prefill = running * prefill_ms(times, prompt, chunk)
 
-    def reserve(tokens: int) -> int:
-        return activations(plan.model, tokens, plan.tp, sequences).total
+    def blocks(tokens: int) -> int:
+        """Blocks of the cache if only a step of ``tokens`` tokens is kept free."""
+        kept = activations(plan.model, tokens, plan.tp, sequences).total
+        return memory.layout.blocks(memory.cache + memory.reserve.total - kept)
 
-    each = memory.layout.bytes_per_token
+    def holds(cache: int, step: int) -> float:
+        """Tokens of requests of this length in ``cache`` blocks, with steps of up to ``step`` tokens."""
+        return cache / memory.layout.request_blocks(length, IN_FLIGHT * step) * length
+
+    plain, lent = holds(memory.blocks, chunk), max(0, blocks(min(sequences, chunk)) - memory.blocks)
     return Regime(
         model=plan.model.name,
         gpu=plan.gpu.name,
         tp=plan.tp,
         chunk=chunk,
-        context=context,
-        tokens=memory.blocks * memory.layout.block,
+        context=length,
+        tokens=int(plain),
         small_chunk=small,
         cost=cost,
-        small_gain=(reserve(chunk) - reserve(small)) / each,
+        small_gain=holds(blocks(small), small) - plain,
         idle=decode / (decode + prefill),
-        lent_most=max(0, reserve(chunk) - reserve(min(sequences, chunk))) / each,
+        lent_most=holds(memory.blocks + lent, chunk) - plain,
+        lent_blocks=lent,
     )
 
 
 def cells(
     models: Sequence[str] = MODELS, gpu_name: str = "H100", cache: str = "bf16", allowed: float = TTFT_COST
 ) -> Iterator[Regime]:
-    """Every point of the map that vLLM takes and that fits."""
+    """Every point of the map that vLLM takes and that fits, up to the context that a model was made for.
+
+    Raises ``PlanError`` for a GPU or a cache dtype that no model can have.
+    """
+    device, dtype = gpu(gpu_name), cache_dtype(cache)
     for name in models:
         model: ModelConfig = load_model(name)
+        if problem := cache_problem(model, dtype, device.sm):
+            raise PlanError(problem)
         for tp in TPS:
             if model.tp_problem(tp):
                 continue
-            plan = Plan(model, gpu(gpu_name), cache_dtype(cache), tp, sequences=256)
+            plan = Plan(model, device, dtype, tp, sequences=256)
             for chunk in CHUNKS:
                 for context in CONTEXTS:
-                    try:
-                        found = regime(replace(plan, chunk=chunk), context, allowed=allowed)
-                    except PlanError:
+                    if context > model.max_len:
                         continue
+                    found = regime(replace(plan, chunk=chunk), context - ANSWER, ANSWER, allowed)
                     if found is not None:
                         yield found
 

@@ -2,95 +2,33 @@
 
 It schedules as vLLM's V1 scheduler does: first the requests that run, one token each for those that decode; then those
 whose prompt is not through, then waiting ones, as far as the token budget, the number of sequences and the blocks
-reach. Where blocks run out, the request that came last is preempted and computed again later. Steps in which requests
-only decode are taken in one go up to the next event. Times are seconds here, and the same seed gives the same result.
+reach. A waiting request is let in only where its whole prompt fits. Where blocks run out, the request that came last
+is preempted and computed again later, and nobody is let in in that step. Steps in which requests only decode are taken
+in one go up to the next event. Times are seconds here, and the same seed gives the same result.
 """
 
 import heapq
 from collections import deque
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from elastic_tools.planner.cache import KVLayout
-from elastic_tools.planner.step import StepTimes
+from elastic_tools.planner.cache import IN_FLIGHT
+from elastic_tools.planner.traffic import Counters, Engine, Loan, Outcome, Request, outcome
 from elastic_tools.planner.workload import Workload
 
 LONGEST_JUMP = 256  # decode steps taken in one go
 
 
-@dataclass(frozen=True)
-class Loan:
-    """An elastic reserve: ``blocks`` that the pool has on top while no step has more than ``tokens`` tokens of prompts.
-
-    Taking them back pauses the engine for ``pause`` seconds. Where they hold live tokens they stay, and prompts run in
-    chunks of ``tokens`` instead.
-    """
-
-    blocks: int
-    tokens: int
-    pause: float = 0.005
-
-
-@dataclass(frozen=True)
-class Engine:
-    """What the simulated engine is: its speed, its pool, its limits. ``resizes`` are (second, blocks), in order."""
-
-    times: StepTimes
-    layout: KVLayout
-    blocks: int
-    chunk: int
-    sequences: int
-    resizes: tuple[tuple[float, int], ...] = ()
-    loan: Loan | None = None
-
-
-@dataclass
-class Request:
-    """One request. ``prompt`` grows by what was generated when it is preempted."""
-
-    arrived: float
-    prompt: int
-    output: int
-    done: int = 0  # tokens of the prompt that are computed
-    made: int = 0  # tokens generated before the last preemption
-    first: float | None = None
-    begun: int = 0  # number of the decode step at which it began to decode
-    ends: int = 0  # and at which it ends
-
-
-@dataclass
-class Outcome:
-    """What came of a run. Latencies in ms; tokens are output tokens a second over the measured part."""
-
-    tokens: float
-    requests: float
-    ttft: dict[str, float]
-    tpot: dict[str, float]
-    running: float
-    preemptions: int
-    steps: int
-    refused: int = 0
-    used: float = 0.0
-
-
-@dataclass
-class _Counters:
-    steps: int = 0
-    preemptions: int = 0
-    busy: float = 0.0
-    running: float = 0.0
-    peak: float = 0.0
-    finished: list[tuple[float, float, float, int]] = field(default_factory=list)  # end, ttft, tpot, tokens
-
-
 class Simulation:
     """One run over a list of requests; ``concurrency`` of them are in the system at a time, or they come as they
-    arrive.
+    arrive. ``skipped`` of them at the start and at the end are not measured.
     """
 
-    def __init__(self, engine: Engine, requests: list[Request], concurrency: int | None) -> None:
+    def __init__(
+        self, engine: Engine, requests: list[Request], concurrency: int | None, skipped: int | None = None
+    ) -> None:
         self.engine, self.concurrency = engine, concurrency
+        self.skipped = (concurrency or 0) if skipped is None else skipped
         self.coming = deque(requests)
         self.waiting: deque[Request] = deque()
         self.filling: list[Request] = []  # prompts under way, in order
@@ -102,7 +40,7 @@ class Simulation:
         self.pool = engine.blocks
         self.resizes = deque(engine.resizes)
         self.lent = engine.loan is not None
-        self.counters = _Counters()
+        self.counters = Counters()
         self.refused = 0
 
     # --- blocks ---
@@ -114,13 +52,13 @@ class Simulation:
         if count:
             mean = self.context / count + self.decode_step + ahead
             total = count * self._blocks(mean)
-        return total + sum(self.engine.layout.request_blocks(max(1, r.done), self.engine.chunk) for r in self.filling)
+        return total + sum(self.engine.request_blocks(r.done) for r in self.filling if r.done)
 
     def _blocks(self, tokens: float) -> float:
         """Blocks of a decoding request with so many tokens on average: half a block is empty."""
         size, total = self.engine.layout.block, 0.0
         for window, groups in self.engine.layout.groups:
-            total += groups * (min(tokens, window) / size + 1 if window else tokens / size + 0.5)
+            total += groups * (min(tokens, window - 1 + IN_FLIGHT) / size + 1 if window else tokens / size + 0.5)
         return total
 
     @property
@@ -140,14 +78,13 @@ class Simulation:
                 continue
             self._resize()
             chunks = self._schedule()
-            if chunks or not self.decoding:
-                if not chunks and not self.decoding:
-                    self._stuck()
-                    continue
+            if chunks:
                 self._step(chunks)
-            else:
+            elif self.decoding:
                 self._decode_many()
-        return self._outcome()
+            else:
+                self._stuck()
+        return outcome(self.counters, self.refused, self.skipped)
 
     def _arrive(self) -> None:
         inside = len(self.waiting) + len(self.filling) + len(self.decoding)
@@ -157,7 +94,7 @@ class Simulation:
             request = self.coming.popleft()
             if self.concurrency is not None:
                 request.arrived = self.now
-            if self.engine.layout.request_blocks(request.prompt + request.output, self.engine.chunk) > self.pool - 1:
+            if self.engine.request_blocks(request.prompt + request.output) > self.pool - 1:
                 self.refused += 1  # vLLM refuses what can never fit
                 continue
             self.waiting.append(request)
@@ -172,6 +109,7 @@ class Simulation:
     def _schedule(self) -> list[tuple[Request, int]]:
         """The chunks of prompts of the next step."""
         engine = self.engine
+        before = self.counters.preemptions
         while self.decoding and self.used(1) > self.capacity:
             if not self._preempt():
                 break
@@ -180,26 +118,35 @@ class Simulation:
         if engine.loan:
             budget = self._settle(engine.loan, budget, wanted)
         free = self.capacity - self.used(1)
-        chunks = []
-        for request in self.filling:
+        chunks: list[tuple[Request, int]] = []
+        for request in list(self.filling):
             size = min(request.prompt - request.done, budget)
-            grows = engine.layout.request_blocks(
-                request.done + max(size, 1), engine.chunk
-            ) - engine.layout.request_blocks(max(1, request.done), engine.chunk)
-            if size > 0 and grows <= free:
+            if size <= 0 or request not in self.filling:
+                break
+            grows = self._growth(request, size)
+            while grows > free and request in self.filling:
+                self._preempt()  # the last one, in the end the request itself
+                free = self.capacity - self.used(1) - sum(self._growth(r, n) for r, n in chunks)
+            if request in self.filling:
                 chunks.append((request, size))
                 budget, free = budget - size, free - grows
+        if self.counters.preemptions > before:
+            return chunks
         while self.waiting and budget > 0 and len(self.filling) + len(self.decoding) < engine.sequences:
             request = self.waiting[0]
-            size = min(request.prompt, budget)
-            needs = engine.layout.request_blocks(size, engine.chunk)
-            if needs > free:
+            if engine.request_blocks(request.prompt) > free:
                 break
+            size = min(request.prompt, budget)
             self.waiting.popleft()
             self.filling.append(request)
             chunks.append((request, size))
-            budget, free = budget - size, free - needs
+            budget, free = budget - size, free - engine.request_blocks(size)
         return chunks
+
+    def _growth(self, request: Request, size: int) -> int:
+        """Blocks that the next ``size`` tokens of a prompt take besides those that it has."""
+        has = self.engine.request_blocks(request.done) if request.done else 0
+        return self.engine.request_blocks(request.done + size) - has
 
     def _settle(self, loan: Loan, budget: int, wanted: int) -> int:
         """Takes the loan back before a large prefill, or keeps prompts small; gives it again when there is none."""
@@ -289,48 +236,12 @@ class Simulation:
         return True
 
     def _stuck(self) -> None:
-        """Nothing fits although nothing runs: until the next resize, or for ever."""
+        """Nothing runs, and what waits does not fit: until the next resize, or for ever."""
         if self.resizes:
             self.now = max(self.now, self.resizes[0][0])
-        elif self.filling:
-            while len(self.filling) > 1:  # they hold what the first one needs
-                self._preempt()
-            first, chunk = self.filling[0], self.engine.chunk
-            if self.engine.layout.request_blocks(min(first.prompt, first.done + chunk), chunk) > self.capacity:
-                self.filling.pop()
-                self.refused += 1
-        elif self.waiting:
+        else:
             self.waiting.popleft()
             self.refused += 1
-
-    def _outcome(self) -> Outcome:
-        counters = self.counters
-        ended = sorted(counters.finished)
-        # The start fills the batch and the end empties it: measure between, if there are enough requests.
-        skip = min(len(ended) // 4, self.concurrency or 0)
-        begin = ended[skip - 1][0] if skip else 0.0
-        measured = ended[skip : len(ended) - skip] if len(ended) > 2 * skip else ended
-        span = (measured[-1][0] - begin) if measured else 0.0
-        ttft = [each[1] * 1e3 for each in measured]
-        tpot = [each[2] * 1e3 for each in measured if each[3] > 1]
-        return Outcome(
-            tokens=sum(each[3] for each in measured) / span if span else 0.0,
-            requests=len(measured) / span if span else 0.0,
-            ttft=_percentiles(ttft),
-            tpot=_percentiles(tpot),
-            running=counters.running / counters.busy if counters.busy else 0.0,
-            preemptions=counters.preemptions,
-            steps=counters.steps,
-            refused=self.refused,
-            used=counters.peak,
-        )
-
-
-def _percentiles(values: list[float]) -> dict[str, float]:
-    if not values:
-        return {"mean": 0.0, "p50": 0.0, "p90": 0.0, "p99": 0.0}
-    p50, p90, p99 = np.percentile(values, [50, 90, 99])
-    return {"mean": float(np.mean(values)), "p50": float(p50), "p90": float(p90), "p99": float(p99)}
 
 
 def simulate(engine: Engine, workload: Workload, count: int, seed: int = 0, longest: int = 1 << 30) -> Outcome:
@@ -343,4 +254,6 @@ def simulate(engine: Engine, workload: Workload, count: int, seed: int = 0, long
         Request(float(at), prompt, min(output, longest - prompt))
         for at, prompt, output in zip(arrivals, prompts, outputs, strict=True)
     ]
-    return Simulation(engine, requests, None if workload.rate else workload.concurrency).run()
+    # Without a concurrency it is not known how many requests fill the engine: a quarter is left out at either end.
+    skipped = count // 4 if workload.rate else None
+    return Simulation(engine, requests, None if workload.rate else workload.concurrency, skipped).run()

@@ -1,13 +1,14 @@
 """How long one step of the engine takes: so many tokens, so many requests that decode, so many chunks of prompts."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
-from elastic_tools.planner.cache import CacheDtype
+from elastic_tools.planner.cache import DTYPES, CacheDtype, layer_token_bytes
 from elastic_tools.planner.hardware import GPU
-from elastic_tools.planner.model import ModelConfig
+from elastic_tools.planner.model import ELEMENT, ModelConfig
 from elastic_tools.planner.operators import ATTENTION_COMPUTE, ATTENTION_MEMORY, LAUNCH, Array, Operators, Source
 from elastic_tools.planner.tables import Tables, load
 
@@ -78,16 +79,18 @@ class StepTimes:
     def prefill(self, tokens: int, before: int) -> float:
         """Attention of a chunk of ``tokens`` tokens that follows ``before`` tokens of its prompt.
 
-        The share of the work of the whole prompt so far; at least what reading the cache takes.
+        Over itself a chunk is as slow as a prompt of its length. Over the tokens before it, which was not measured, it
+        is taken to be as fast as the whole prompt so far would be, and to take at least what reading the cache takes.
+        So what is said of the cost of cutting a prompt is the least that it can be.
         """
         whole = tokens + before
         total = 0.0
         for window, layers, _ in self._decode:
-            if window and whole > window:
-                seen = self._causal(window)
-                each = 2 * seen * tokens / window if before >= window else seen * (1 + 2 * (whole - window) / window)
-            else:
-                each = self._causal(whole) * (1 - (before / whole) ** 2)
+            full = min(whole, window) if window else whole
+            own = min(tokens, window) if window else tokens
+            alone, sofar = pairs(tokens, window), pairs(whole, window) - pairs(before, window)
+            each = self._causal(own) * alone / pairs(own, 0)
+            each += self._causal(full) * max(0.0, sofar - alone) / pairs(full, 0)
             total += layers * each
         return max(total, self.decode(1, whole)) if before else total
 
@@ -111,23 +114,21 @@ class StepTimes:
             sums[name] = sums.get(name, np.zeros_like(GRID)) + ms * times
             sources[name] = max(sources.get(name, Source.MEASURED), source)
 
-        kinds = {model.has_experts(layer): 0 for layer in range(model.layers)}
-        for layer in range(model.layers):
-            kinds[model.has_experts(layer)] += 1
-        for experts, count in kinds.items():
-            layer = next(layer for layer in range(model.layers) if model.has_experts(layer) is experts)
-            for linear in model.attention_linears(tp) + model.mlp_linears(layer, tp):
-                timed = operators.gemm(GRID, linear.n, linear.k, _format(linear.bits))
-                add("attention projections" if linear.name in _ATTENTION else "MLP", timed.ms, timed.source, count)
+        kinds = Counter(
+            (model.has_experts(layer), model.expert_bits(layer), tuple(model.linears(layer, tp)))
+            for layer in range(model.layers)
+        )
+        for (experts, bits, linears), count in kinds.items():
+            for linear in linears:
+                timed = operators.gemm(GRID, linear.n, linear.k, linear.bits)
+                add("MLP" if linear.name in _MLP else "attention projections", timed.ms, timed.source, count)
             width = model.intermediate
             if experts and model.moe:
                 moe = model.moe
-                timed = operators.experts(
-                    GRID, model.hidden, moe.width, moe.active, moe.experts, tp, _format(model.bits_stored)
-                )
+                timed = operators.experts(GRID, model.hidden, moe.width, moe.active, moe.experts, tp, bits)
                 add("experts", timed.ms, timed.source, count)
                 width = moe.shared_width
-            moved = GRID * model.element * (8 * model.hidden + (2 * model.qkv_width + 3 * width) / tp)
+            moved = GRID * ELEMENT * (8 * model.hidden + (2 * model.qkv_width + 3 * width) / tp)
             timed = operators.elementwise(moved, 5)
             add("norms, rotation, activation", timed.ms, timed.source, count)
             timed = operators.all_reduce(GRID * model.hidden, tp)
@@ -146,8 +147,6 @@ class StepTimes:
         heads, kv_heads = model.heads // tp, model.kv_heads_on(tp)
         grid_array, source = operators.decode(self.dtype, heads, kv_heads, model.head_dim, ideal)
         if skipped:
-            from elastic_tools.planner.cache import DTYPES
-
             plain, _ = operators.decode(DTYPES["auto"], heads, kv_heads, model.head_dim)
             grid_array = (grid_array * (model.layers - skipped) + plain * skipped) / model.layers
         grid = _logs(grid_array)
@@ -162,7 +161,7 @@ class StepTimes:
         mla, model = self.model.mla, self.model
         assert mla is not None
         width = mla.kv_rank + mla.rope
-        size = self.dtype.latent(width) if self.dtype.latent else width * model.element
+        size = layer_token_bytes(model, self.dtype, self.tp, 0)
         heads = model.heads // self.tp
         work = 2.0 ** np.arange(12)[:, None] * 2.0 ** np.arange(19)[None, :]
         compute = 2 * work * heads * (width + mla.kv_rank) / (self.gpu.flops[16] * ATTENTION_COMPUTE) * 1e3
@@ -186,15 +185,21 @@ class StepTimes:
     def sources(self) -> dict[str, Source]:
         """How each kind of work is known."""
         known = {part.name: part.source for part in [*self.parts, self.head]}
-        return known | {"decode attention": self.attention_source, "prefill attention": self.prefill_source}
+        return known | {
+            "decode attention": self.attention_source,
+            "prefill attention, uncut prompts": self.prefill_source,
+            "prefill attention, cut prompts": Source.MODELLED,
+        }
 
 
-_ATTENTION = {"qkv", "o", "q", "q_a", "q_b", "kv_a", "kv_b"}
+_MLP = {"router", "gate_up", "down", "shared gate_up", "shared down"}
 
 
-def _format(bits: float) -> float:
-    """Bits as the operators know them."""
-    return int(bits) if bits == int(bits) else bits
+def pairs(tokens: float, window: int) -> float:
+    """Pairs of a query and a key in causal attention over ``tokens`` tokens with a window, 0 for none."""
+    if not window or tokens <= window:
+        return tokens * tokens / 2
+    return window * window / 2 + (tokens - window) * window
 
 
 def _logs(grid: Array) -> list[list[float]]:

@@ -15,9 +15,10 @@ from typing import Any
 
 from elastic_tools.pins import ROOT
 from elastic_tools.planner.cache import cache_dtype
+from elastic_tools.planner.checkpoint import load_model
+from elastic_tools.planner.errors import PlanError
 from elastic_tools.planner.estimate import Plan, run, steady, times_of, users
 from elastic_tools.planner.hardware import gpu, gpus
-from elastic_tools.planner.model import load_model
 from elastic_tools.planner.workload import Lengths, Workload
 
 RESULTS = ROOT / "docs" / "results"
@@ -92,8 +93,9 @@ def fits(plan: Plan, context: int) -> float:
 
 
 def study_one(job: tuple[str, str]) -> tuple[list[Cell], list[Pair]]:
-    """Everything about one model on one GPU. The context may go beyond what the model was trained for."""
-    model, device = replace(load_model(job[0]), max_len=max(CONTEXTS)), gpu(job[1])
+    """Everything about one model on one GPU, up to the context that the model was made for."""
+    model, device = load_model(job[0]), gpu(job[1])
+    contexts = [context for context in CONTEXTS if context <= model.max_len]
     plain = [Plan(model, device, cache_dtype("bf16"), tp) for tp in TPS if model.tp_problem(tp) is None]
     plain = [plan for plan in plain if plan.memory().cache > 0]
     packed = [
@@ -102,8 +104,8 @@ def study_one(job: tuple[str, str]) -> tuple[list[Cell], list[Pair]]:
         for cache in CACHES
         for ideal in ((False, True) if cache != "fp8" else (False,))
     ]
-    cells = [cell(plan, context) for plan in [*plain, *packed] for context in CONTEXTS]
-    return cells, [pair for context in CONTEXTS for pair in pairs(plain, packed, context)]
+    cells = [cell(plan, context) for plan in [*plain, *packed] for context in contexts]
+    return cells, [pair for context in contexts for pair in pairs(plain, packed, context)]
 
 
 def cell(plan: Plan, context: int) -> Cell:
@@ -157,7 +159,7 @@ def check(seed: int = 0) -> list[dict[str, Any]]:
         ("Llama-3.1-70B", "H200", 2, "3bit", 32768),
         ("Llama-2-7B", "A100", 1, "int4", 4096),
     ):
-        plan = Plan(replace(load_model(model), max_len=max(CONTEXTS)), gpu(name), cache_dtype(cache), tp)
+        plan = Plan(load_model(model), gpu(name), cache_dtype(cache), tp)
         prompt, answer = lengths(context)
         requests = max(1, int(0.9 * fits(plan, context)))
         work = Workload(Lengths(prompt), Lengths(answer), concurrency=requests)
@@ -178,17 +180,19 @@ def check(seed: int = 0) -> list[dict[str, Any]]:
 
 def main(output: Path | None = None, workers: int | None = None) -> None:
     """Runs the study, prints the claims beside the data and writes the page, the data and the pictures."""
-    from elastic_tools.planner import claims, plots, record
+    from elastic_tools.planner import claims, plots, record, study_page
     from elastic_tools.planner.regime import cells as regime_cells
 
+    if workers is not None and workers < 1:
+        raise PlanError(f"--workers is {workers}, and must be 1 or more.")
     folder = output or RESULTS
     began = time.monotonic()
     cells, found = sweep(workers)
     taken = time.monotonic() - began
     checked = check()
     map_ = list(regime_cells())
-    page = claims.document(cells, found, checked, map_, list(regime_cells(allowed=0.0)))
-    print(claims.terminal(cells, found))
+    page = study_page.document(cells, found, checked, map_, list(regime_cells(allowed=0.0)))
+    print(study_page.terminal(cells, found))
     print(f"\n{len(cells):,} plans and {len(found):,} comparisons in {taken:.0f} s")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "planner-study.md").write_text(page)

@@ -7,6 +7,7 @@ sorted.
 
 import importlib.metadata
 import importlib.util
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,8 @@ def build(gpu: GPU, path: Path) -> None:
         chosen = wanted & (experts["moe_dtype"] == dtype)
         arrays[f"moe/{dtype}"] = np.stack([experts[name][chosen].astype(float) for name in columns], axis=1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".new.npz")
+    # Processes that start together must not write one file, so each has its own until it is whole.
+    temporary = path.with_suffix(f".{os.getpid()}.npz")
     np.savez_compressed(temporary, allow_pickle=False, **arrays)
     temporary.replace(path)
 

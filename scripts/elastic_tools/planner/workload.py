@@ -6,6 +6,8 @@ import numpy as np
 
 from elastic_tools.planner.errors import PlanError, positive
 
+MOST_AT_A_TIME = 4096  # requests; four times what vLLM takes into a step by default, so most of them wait anyhow
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -68,6 +70,10 @@ class Workload:
         ):
             if value is not None:
                 positive(f"The {name}", value)
+        if self.concurrency is not None and self.concurrency > MOST_AT_A_TIME:
+            raise PlanError(
+                f"A concurrency of {self.concurrency:,} is more than is simulated; the nearest is {MOST_AT_A_TIME}."
+            )
 
     @property
     def length(self) -> int:

@@ -1,0 +1,164 @@
+"""Reads a Hugging Face ``config.json``, or a preset of ``configs/models``."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from elastic_tools.pins import ROOT
+from elastic_tools.planner.errors import PlanError, nearest
+from elastic_tools.planner.model import MLA, ModelConfig, MoE
+from elastic_tools.planner.quantization import named, of_config
+
+PRESETS = ROOT / "configs" / "models"
+# Architectures whose query, key and value projections have a bias without a field that says so.
+QKV_BIAS = ("qwen2", "qwen2_moe")
+Config = dict[str, Any]
+
+
+def presets() -> list[str]:
+    """The names of the models that come with the planner."""
+    return sorted(path.stem for path in PRESETS.glob("*.json"))
+
+
+def load_model(source: str, weights: str | None = None) -> ModelConfig:
+    """Reads a preset, a ``config.json`` or a directory that holds one.
+
+    ``weights`` overrides the precision of the linear layers: "bf16", "fp8", "int8" or "int4". Raises ``PlanError``.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        by_name = {name.lower(): name for name in presets()}
+        if source.lower() not in by_name:
+            near = nearest(source, presets())
+            raise PlanError(
+                f"There is no model {source!r}: give the path of a config.json, or a preset such as {near}."
+            )
+        path = PRESETS / f"{by_name[source.lower()]}.json"
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path} cannot be read as JSON ({error}); a Hugging Face config.json is wanted.") from None
+    name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    return parse(name, raw, weights)
+
+
+def parse(name: str, raw: Any, weights: str | None = None) -> ModelConfig:
+    """The shapes in a parsed ``config.json``. Raises ``PlanError`` where a field is missing or makes no sense."""
+    if not isinstance(raw, dict):
+        raise PlanError(f"The config of {name} is no JSON object; a Hugging Face config.json is wanted.")
+    text = raw.get("text_config")
+    config = {**raw, **text} if isinstance(text, dict) else raw
+    kind = str(config.get("model_type", "llama"))
+    if "layers_block_type" in config or "mamba" in kind or "linear_attention" in (config.get("layer_types") or []):
+        raise PlanError(f"{name} has Mamba or linear-attention layers, which the planner has no cost model for.")
+    hidden, layers, heads = (
+        number(name, config, field) for field in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    )
+    moe = parse_moe(name, config)
+    intermediate = number(name, config, "intermediate_size", moe.width if moe else None)
+    kv_heads = number(name, config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise PlanError(
+            f"The config of {name} is not enough: {heads} attention heads are no multiple of {kv_heads} KV heads."
+        )
+    hub = config.get("_name_or_path")
+    return ModelConfig(
+        name=name,
+        kind=kind,
+        hidden=hidden,
+        intermediate=intermediate,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=number(name, config, "head_dim", max(1, hidden // heads)),
+        vocab=number(name, config, "vocab_size"),
+        max_len=number(name, config, "max_position_embeddings", 8192),
+        tied=bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
+        windows=parse_windows(name, kind, config, layers),
+        qkv_bias=kind in QKV_BIAS or bool(config.get("attention_bias", False)),
+        weights=named(weights) if weights else of_config(name, config.get("quantization_config")),
+        mla=parse_mla(name, config),
+        moe=moe,
+        expert_layers=parse_expert_layers(name, config, layers) if moe else (False,) * layers,
+        hub=hub if isinstance(hub, str) and hub else None,
+    )
+
+
+def number(name: str, config: Config, field: str, default: int | None = None) -> int:
+    """A whole number above zero; ``default`` where the field is missing or null. Raises ``PlanError``."""
+    value = config.get(field)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        found = f"is {value!r}" if field in config else "is missing"
+        raise PlanError(f"The config of {name} is not enough: {field} {found}, and must be a whole number above 0.")
+    return value
+
+
+def parse_mla(name: str, config: Config) -> MLA | None:
+    """The widths of latent attention, where the model has it."""
+    if not config.get("kv_lora_rank"):
+        return None
+    return MLA(
+        kv_rank=number(name, config, "kv_lora_rank"),
+        q_rank=number(name, config, "q_lora_rank") if config.get("q_lora_rank") else None,
+        nope=number(name, config, "qk_nope_head_dim"),
+        rope=number(name, config, "qk_rope_head_dim"),
+        value=number(name, config, "v_head_dim"),
+    )
+
+
+def parse_moe(name: str, config: Config) -> MoE | None:
+    """The experts, whatever the family calls them."""
+    field = next((key for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)), None)
+    if field is None:
+        return None
+    experts, active = number(name, config, field), number(name, config, "num_experts_per_tok")
+    if active > experts:
+        raise PlanError(f"The config of {name} is not enough: a token visits {active} of {experts} experts.")
+    width = number(
+        name, config, "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size"
+    )
+    shared = config.get("n_shared_experts")
+    default = number(name, config, "n_shared_experts") * width if shared else None
+    if config.get("shared_expert_intermediate_size"):
+        default = number(name, config, "shared_expert_intermediate_size")
+    return MoE(experts, active, width, default or 0)
+
+
+def parse_expert_layers(name: str, config: Config, layers: int) -> tuple[bool, ...]:
+    """Which layers have experts: each family has its own fields for it, as vLLM's model classes read them."""
+    first = config.get("first_k_dense_replace") or 0
+    every = number(name, config, "moe_layer_freq", 1) if not isinstance(config.get("moe_layer_freq"), list) else 1
+    step = number(name, config, "decoder_sparse_step", number(name, config, "interleave_moe_layer_step", 1))
+    dense = config.get("mlp_only_layers") or ()
+    listed = config.get("moe_layer_freq")
+    if not isinstance(first, int) or not isinstance(dense, list | tuple):
+        raise PlanError(f"The config of {name} is not enough: first_k_dense_replace or mlp_only_layers makes no sense.")
+    if isinstance(listed, list):
+        if len(listed) != layers:
+            raise PlanError(f"The config of {name} is not enough: moe_layer_freq has {len(listed)} of {layers} layers.")
+        return tuple(bool(each) for each in listed)
+    return tuple(
+        layer >= first and layer % every == 0 and (layer + 1) % step == 0 and layer not in dense
+        for layer in range(layers)
+    )
+
+
+def parse_windows(name: str, kind: str, config: Config, layers: int) -> tuple[int, ...]:
+    """The sliding window of each layer; 0 for full attention."""
+    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
+        return (0,) * layers
+    window = number(name, config, "sliding_window")
+    if types := config.get("layer_types"):
+        if len(types) != layers:
+            raise PlanError(f"The config of {name} is not enough: layer_types has {len(types)} of {layers} layers.")
+        return tuple(window if each == "sliding_attention" else 0 for each in types)
+    if kind == "gemma2":
+        return tuple(0 if layer % 2 else window for layer in range(layers))
+    if config.get("sliding_window_pattern"):
+        pattern = number(name, config, "sliding_window_pattern")
+        return tuple(0 if (layer + 1) % pattern == 0 else window for layer in range(layers))
+    return (window,) * layers
