@@ -44,6 +44,11 @@ class Accounts:
         """Take what the ranks hold now."""
         self._ranks, self._measured_at = ranks, time.monotonic()
 
+    @property
+    def late_bytes(self) -> int:
+        """What a rank has detached and not given back to the device yet, at most."""
+        return max(rank["unreleased_bytes"] for rank in self._ranks)
+
     def outdated(self) -> None:
         """The size has changed, and the ranks were not asked since: there was no time to."""
         self._measured_at = float("-inf")
