@@ -81,7 +81,7 @@ class ElasticKVConfig:
 
     The others measure, at start-up, what steps take for their activations, and lend the cache what is kept for
     the largest step. `reclaim`: lent while no step needs it, taken back before one that does, which waits for it.
-    `adaptive`: the same, but where taking back costs evictions or copies, steps are smaller meanwhile and nothing waits.
+    `adaptive`: the same, but where that costs evictions or copies, steps are smaller meanwhile and nothing waits.
     `small-chunk`: steps have `small_chunk` tokens at most, and what larger ones would take is the cache's for good.
     `always-lent`: lent and never taken back, which a large step does not survive; for benchmarks."""
 
@@ -131,8 +131,8 @@ class ElasticKVConfig:
     def __post_init__(self) -> None:
         if self.policy == "always-lent" and not self.unsafe_always_lent:
             raise ValueError(
-                "elastic_kv_config: policy 'always-lent' ends the engine at the first large step; it is for benchmarks, "
-                "with unsafe_always_lent"
+                "elastic_kv_config: policy 'always-lent' ends the engine at the first large step; it is for benchmarks,"
+                " with unsafe_always_lent"
             )
         if self.small_chunk < 1 or not 0 <= self.lend_after_s < math.inf:
             raise ValueError("elastic_kv_config: small_chunk has to be 1 at least, and lend_after_s 0 at least")

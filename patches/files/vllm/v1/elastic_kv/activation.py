@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# A step takes what sampling takes, however few tokens it has. A peak that is above that by less tells nothing of tokens.
+# A step takes what sampling takes, however few tokens it has. A peak above that by less tells nothing of tokens.
 _ABOVE_FLOOR = 1.05
 
 # Tokens of a step, and the bytes that it took at its peak.

@@ -64,8 +64,8 @@ def fit_into_budget(vllm_config: "VllmConfig", executor: "Executor", layout: Ela
         blocks = layout.start_blocks
     elif blocks < layout.base_blocks or config.start is not None:
         raise ValueError(
-            f"elastic_kv_config memory_budget ({budget} bytes) is too small: the process has {taken} bytes, the prefill "
-            f"reserve takes {reserve.nbytes} and the margin {margin}, which leaves room for {blocks} blocks of "
+            f"elastic_kv_config memory_budget ({budget} bytes) is too small: the process has {taken} bytes, the "
+            f"prefill reserve takes {reserve.nbytes} and the margin {margin}, which leaves room for {blocks} blocks of "
             f"{block_bytes} bytes."
         )
     call(executor, activation_probe.limit_data, budget).result()
