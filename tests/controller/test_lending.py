@@ -164,22 +164,16 @@ class TestTakenBack:
         engine.idle()
         assert engine.resident_blocks() == ALL
 
-    @pytest.mark.parametrize("call", ["unmap", "map"])
     @pytest.mark.parametrize("number", range(1, 7))
     @pytest.mark.parametrize("rank", [0, 1])
-    def test_a_call_that_fails_makes_the_step_smaller(self, start, policy, call, number, rank):
+    def test_a_call_that_fails_makes_the_step_smaller(self, start, policy, number, rank):
         engine = lent(start, policy)
-        engine.drivers[rank].fail("unmap" if call == "map" else call, number)
-        if call == "map":  # undoing fails for the other rank never: it is not asked to undo what it did not do
-            engine.drivers[1 - rank].fail("create", always=True)
+        engine.drivers[rank].fail("unmap", number)
         prefill(engine, 100)
         budget = engine.controller.token_budget(MOST)
-        assert MODEL.nbytes(budget, prompt_logprobs=False) <= engine.controller.lender.reserve.nbytes - borrowed_bytes(
-            engine
-        )
-        assert budget >= LENT
+        left = engine.controller.lender.reserve.nbytes - borrowed_bytes(engine)
+        assert LENT <= budget <= left // 1024
         engine.drivers[rank].mend()
-        engine.drivers[1 - rank].mend()
         engine.idle()
         assert engine.controller.token_budget(MOST) == MOST
         assert engine.resident_blocks() == OWN
@@ -322,9 +316,7 @@ def test_no_step_ever_needs_more_than_is_left(start, clock, policy, seed):
         for one in engine.scheduler.running:
             tokens = min(budget, max(1, one.num_tokens - one.num_computed_tokens))
             if tokens:
-                logprobs = logprobs or (
-                    bool(one.sampling_params.prompt_logprobs) and one.num_computed_tokens < one.num_tokens
-                )
+                logprobs = logprobs or bool(one.sampling_params.prompt_logprobs)
             one.num_computed_tokens = min(one.num_tokens - 1, one.num_computed_tokens + tokens)
             budget, nbytes = budget - tokens, nbytes + tokens
         engine.launch_step()

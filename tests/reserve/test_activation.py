@@ -39,8 +39,8 @@ def test_one_point_above_the_floor():
 
 
 def test_the_residual_is_told():
-    """The second of three is a fifth off what the others say."""
-    assert 0.05 < fit({1000: 1000, 2000: 2400, 3000: 3000}).residual < 0.2
+    """The one in the middle is a fifth off what the others say."""
+    assert 0.05 < fit({64: 10, 1000: 1000, 2000: 2400, 3000: 3000}).residual < 0.2
 
 
 def test_no_peak():
@@ -67,15 +67,21 @@ def test_what_fits_is_the_most_that_fits(measured, nbytes, most):
 
 
 def test_ranks_agree_on_the_largest():
-    model = agree([({64: 10, 128: 30}, {64: 20, 128: 40}), ({64: 12, 128: 25}, {64: 20, 128: 90})])
+    model = agree([({64: 10, 128: 30}, {8: 20, 16: 40}), ({64: 12, 128: 25}, {8: 20, 16: 90})])
     assert model.nbytes(128, prompt_logprobs=False) == 30
     assert model.nbytes(64, prompt_logprobs=False) == 12
-    assert model.nbytes(128, prompt_logprobs=True) == 90
+    assert model.nbytes(16, prompt_logprobs=True) == 90
     with pytest.raises(ValueError, match="no rank"):
         agree([])
 
 
 def test_which_steps_are_measured():
-    assert token_counts(4, 2048) == [4, 512, 1024, 1536, 2048]
-    assert token_counts(4096, 2048) == [512, 1024, 1536, 2048]
-    assert token_counts(1, 1) == [1]
+    assert token_counts(4, 2048) == ([4, 512, 1024, 1536, 2048], [36, 68, 132])
+    assert token_counts(4096, 2048) == ([512, 1024, 1536, 2048], [2048])
+    assert token_counts(1, 1) == ([1], [1])
+
+
+def test_a_step_with_log_probabilities_takes_no_less_than_one_without():
+    model = agree([({64: 10, 1024: 1000}, {8: 20, 16: 20})])
+    assert model.nbytes(1024, prompt_logprobs=True) == 1000
+    assert model.tokens(1000, 1024, prompt_logprobs=True) == 1024

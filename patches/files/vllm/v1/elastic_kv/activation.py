@@ -8,6 +8,8 @@ from dataclasses import dataclass
 # A step takes what sampling takes, however few tokens it has. A peak above that by less tells nothing of tokens.
 _ABOVE_FLOOR = 1.05
 
+_FEW = 32  # tokens
+
 # Tokens of a step, and the bytes that it took at its peak.
 Peaks = Mapping[int, int]
 
@@ -66,30 +68,35 @@ def fit(peaks: Peaks) -> Line:
 class ActivationModel:
     """What a step takes, without and with a request that wants the log probabilities of its prompt.
 
-    Structured output, and several answers to one prompt (`n`), are in both: each was measured with sampling
+    Structured output, and several answers to one prompt (`n`), are in it: every step was measured with sampling
     for as many sequences as there can be, and with a grammar's mask for every one of them.
     """
 
     plain: Line
-    with_prompt_logprobs: Line
+    with_prompt_logprobs: Line  # for few tokens; for many, a step takes what it takes without, at least
+
+    @property
+    def residual(self) -> float:
+        """How far a measured peak was from its line, as a part of the peak, at most."""
+        return max(self.plain.residual, self.with_prompt_logprobs.residual)
 
     def nbytes(self, tokens: int, prompt_logprobs: bool) -> int:
         """Bytes of a step of so many tokens."""
-        return self._line(prompt_logprobs).nbytes(tokens)
+        return max(line.nbytes(tokens) for line in self._lines(prompt_logprobs))
 
     def tokens(self, nbytes: int, most: int, prompt_logprobs: bool) -> int:
         """How many tokens a step in `nbytes` bytes can have, up to `most`."""
-        return self._line(prompt_logprobs).tokens(nbytes, most)
+        return min(line.tokens(nbytes, most) for line in self._lines(prompt_logprobs))
 
-    def _line(self, prompt_logprobs: bool) -> Line:
-        return self.with_prompt_logprobs if prompt_logprobs else self.plain
+    def _lines(self, prompt_logprobs: bool) -> tuple[Line, ...]:
+        return (self.plain, self.with_prompt_logprobs) if prompt_logprobs else (self.plain,)
 
 
 def agree(ranks: Sequence[tuple[Peaks, Peaks]]) -> ActivationModel:
     """The model that holds on every rank.
 
     Args:
-        ranks: For each rank, peaks without and with log probabilities of prompts, at the same tokens.
+        ranks: For each rank, peaks without and with log probabilities of prompts, at the same tokens on every rank.
 
     Raises:
         ValueError: There is no rank, or a peak is missing.
@@ -101,6 +108,10 @@ def agree(ranks: Sequence[tuple[Peaks, Peaks]]) -> ActivationModel:
     return ActivationModel(fit(largest[0]), fit(largest[1]))
 
 
-def token_counts(least: int, most: int) -> list[int]:
-    """The tokens of the steps to measure, in ascending order."""
-    return sorted({min(least, most), *(max(1, most * part // 4) for part in (1, 2, 3, 4))})
+def token_counts(least: int, most: int) -> tuple[list[int], list[int]]:
+    """The tokens of the steps to measure, without and with the log probabilities of prompts, in ascending order.
+
+    Those with are few tokens, since they take as many times the vocabulary, and nothing else.
+    """
+    plain = {min(least, most), *(max(1, most * part // 4) for part in (1, 2, 3, 4))}
+    return sorted(plain), sorted({min(most, least + more) for more in (_FEW, 2 * _FEW, 4 * _FEW)})

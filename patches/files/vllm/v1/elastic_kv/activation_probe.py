@@ -5,6 +5,7 @@ import ctypes
 import re
 import resource
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +15,29 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_PEAK = "5"  # proc(5), clear_refs: reset the peak of the resident set
 
 
-def measure_activations(worker: Any, counts: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
+def measure_activations(
+    worker: Any, plain: Sequence[int], with_prompt_logprobs: Sequence[int]
+) -> tuple[dict[int, int], dict[int, int]]:
     """The peaks of steps of so many tokens, in bytes above what the rank holds between steps, without and with the
     log probabilities of prompts.
 
     Args:
         worker: The rank. Its cache is there, and no request is.
-        counts: Tokens of the steps, in ascending order: what an allocator keeps of a smaller step then counts.
+        plain: Tokens of the steps, in ascending order: what an allocator keeps of a smaller step then counts.
+        with_prompt_logprobs: The same for those with.
 
     """
     runner = worker.model_runner
-    measured: tuple[dict[int, int], dict[int, int]] = ({}, {})
     with torch.inference_mode():
         # What is allocated once and for all is no part of a step.
-        _step(runner, counts[0], prompt_logprobs=True)
+        _step(runner, plain[0], prompt_logprobs=True)
+        trim(worker)
         meter = _CudaMeter(worker.device) if worker.device.type == "cuda" else _HostMeter()
-        for tokens in counts:
-            for peaks, prompt_logprobs in zip(measured, (False, True), strict=True):
-                peaks[tokens] = meter.peak(lambda: _step(runner, tokens, prompt_logprobs))  # noqa: B023
+        scored = {tokens: meter.peak(partial(_step, runner, tokens, True)) for tokens in with_prompt_logprobs}
+        trim(worker)
+        peaks = {tokens: meter.peak(partial(_step, runner, tokens, False)) for tokens in plain}
     trim(worker)
-    return measured
+    return peaks, scored
 
 
 def trim(worker: Any) -> None:

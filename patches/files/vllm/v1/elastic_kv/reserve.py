@@ -18,6 +18,8 @@ BY_PHASE: tuple[str, ...] = ("reclaim", "adaptive")
 
 # Tokens of prompts that a step can have at any time, beside one for each request that decodes.
 LEAST_CHUNK = 64
+# The same where the log probabilities of a prompt are wanted.
+LEAST_SCORED = 16
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Reserve:
     most: int  # tokens of the largest step
     small: int  # tokens of a step with the policy `small-chunk`
     kept: int  # tokens that a step can have however much is lent: all that decode, and some
+    kept_scored: int  # the same for one with log probabilities of prompts
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +62,10 @@ class Reserve:
 
     @property
     def _kept_bytes(self) -> int:
-        return max(self.model.nbytes(self.kept, logprobs) for logprobs in (False, True))
+        return max(
+            self.model.nbytes(self.kept, prompt_logprobs=False),
+            self.model.nbytes(self.kept_scored, prompt_logprobs=True),
+        )
 
     def describe(self, block_bytes: int, block_tokens: int) -> str:
         """One line: what reclaim gains for this model, and whether a smaller chunk would gain more."""
@@ -76,7 +82,7 @@ class Reserve:
             f"the prefill reserve is {self.nbytes} bytes for steps of {self.most} tokens; reclaim lends room for "
             f"{gains[0]} tokens of KV cache while requests decode, chunks of {self.small} tokens would give room for "
             f"{gains[1]} at all times: {verdict}. Residual of the model: "
-            f"{100 * max(self.model.plain.residual, self.model.with_prompt_logprobs.residual):.0f}%"
+            f"{100 * self.model.residual:.0f}%"
         )
 
 
@@ -92,4 +98,4 @@ def make_reserve(policy: str, model: ActivationModel, most: int, small: int, dec
 
     """
     kept = min(most, decodes + LEAST_CHUNK)
-    return Reserve(policy, model, most, max(kept, min(small, most)), kept)
+    return Reserve(policy, model, most, max(kept, min(small, most)), kept, min(most, decodes + LEAST_SCORED))
