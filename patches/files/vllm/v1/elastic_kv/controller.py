@@ -214,8 +214,8 @@ class ElasticKVController:
         """The state as `GET /elastic_kv` gives it."""
         if self._accounts.stale and not self._engine.batch_queue and not self.pending:
             self._accounts.measured(call(self._engine.model_executor, worker_side.measure).result())
-        state = self._accounts.state(self._policy, self.allowance.blocks, self.block_tokens)
-        return state | {"reserve": self.lender.state() if self.lender is not None else None}
+        reserve = self.lender.state() if self.lender is not None else None
+        return self._accounts.state(self._policy, self.allowance.blocks, self.block_tokens, reserve)
 
     def fail_faulty(self, faults: dict[str, int]) -> list[str]:
         """Say why requests fail whose attention met block ids without memory, and forget what they computed.
@@ -242,7 +242,7 @@ class ElasticKVController:
 
     def take_stats(self) -> ElasticKVStats:
         """What the metrics show; hands out each ended resize once."""
-        return self._accounts.take_stats()
+        return self._accounts.take_stats(self.lender.state() if self.lender is not None else None)
 
     def _run(self, job: Job) -> Transaction:
         job.result.before = job.result.after = self.pool.num_gpu_blocks

@@ -53,9 +53,9 @@ class Lender:
         self.lendable_blocks = min(lendable, layout.capacity_blocks - own_blocks)
         self._needed_at = float("-inf")
         self._late_blocks = 0
-        self.token_budget_now = reserve.most
-        self.took_back = 0
-        self.smaller_steps = 0
+        self._last_budget = reserve.most
+        self._returns = 0
+        self._smaller_steps = 0
         controller.allowance.phase_blocks = own_blocks
 
     @property
@@ -89,8 +89,8 @@ class Lender:
         if self._quiet:
             self._lend()
         budget = min(most, self._budget(prompt_logprobs))
-        self.smaller_steps += wanted > budget
-        self.token_budget_now = budget
+        self._smaller_steps += wanted > budget
+        self._last_budget = budget
         return budget
 
     def ended(self, job: "Job") -> None:
@@ -98,18 +98,18 @@ class Lender:
         allowance, pool = self._controller.allowance, self._controller.pool
         allowance.phase_blocks = min(allowance.phase_blocks, max(self._own_blocks, pool.num_gpu_blocks))
         if job.own and job.target < job.result.before:
-            self.took_back += 1
+            self._returns += 1
         self._late()
 
     def state(self) -> dict[str, Any]:
         """What `GET /elastic_kv` tells of the reserve. Sizes are blocks, bytes on each rank, and tokens of a step."""
         return {
-            "bytes": self.reserve.nbytes,
+            "reserve_bytes": self.reserve.nbytes,
             "lendable_blocks": self.lendable_blocks,
             "borrowed_blocks": max(0, self.borrowed_blocks),
-            "token_budget": self.token_budget_now,
-            "took_back": self.took_back,
-            "smaller_steps": self.smaller_steps,
+            "token_budget": self._last_budget,
+            "reserve_returns": self._returns,
+            "smaller_steps": self._smaller_steps,
         }
 
     @property
