@@ -45,8 +45,8 @@ class Engine:
         return now, outputs
 
     def round(self, number: int, prompts: int, length: int, tokens: int) -> dict[str, Any]:
-        """While ``DECODERS`` requests decode, ``prompts`` prompts of ``length`` tokens come, each when only decoding was
-        done for a while.
+        """While ``DECODERS`` requests decode, ``prompts`` prompts of ``length`` tokens come, one after the other, each
+        after a while in which nothing else was done.
 
         ``ttft_ms`` is of each long prompt, ``gaps_ms`` are the times between tokens of those that decode, while a
         long prompt is computed and while none is. ``decoding`` is the state when only decoding is done.

@@ -126,7 +126,8 @@ def text(settings: Settings, machine: dict[str, Any], measured: Measured) -> str
     """The page."""
     return f"""# What the prefill reserve gains, by policy
 
-What it means is in [findings.md](../findings.md). Measured on a CPU, with a model that nobody would serve: the ratios count, not the times.
+What it means is in [findings.md](../findings.md). Measured on a CPU, with a model that nobody would serve: the ratios
+count, not the times.
 
 ## a. The cache while requests decode
 {capacity(measured)}
@@ -151,10 +152,11 @@ Computed, by the formula in `scripts/elastic_tools/planner/memory.py`; not measu
 The planner's map: [the picture](planner-regime.png), [the data](planner-regime.json).
 
 ## How it was measured
-One process for each policy, each under a memory budget of {settings.room_mib} MiB beside what it has when vLLM is imported. They work by turns, in orders
-that mirror each other: {settings.rounds} rounds after one of warm-up, {settings.prompts} prompts of {settings.most - 64:,} tokens in a round, each while 3
-requests decode. Steps have {settings.most:,} tokens at most, {settings.small:,} with `small-chunk`. All policies gave the same tokens. Numbers are medians, with
-the extremes in brackets.
+One process for each policy, each under a memory budget of {settings.room_mib} MiB beside what it has when vLLM is
+imported. They work by turns, in orders that mirror each other: {settings.rounds} rounds after one of warm-up,
+{settings.prompts} prompts of {settings.most - 64:,} tokens in a round, each while 3 requests decode. Steps have
+{settings.most:,} tokens at most, {settings.small:,} with `small-chunk`. All policies gave the same tokens. Numbers are
+medians, with the extremes in brackets.
 
 | | |
 |---|---|
