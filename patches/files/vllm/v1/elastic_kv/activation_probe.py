@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 _STATUS = Path("/proc/self/status")
+_M_MMAP_THRESHOLD = -3
+_LARGE = 1 << 20  # bytes
 _CLEAR_PEAK = "5"  # proc(5), clear_refs: reset the peak of the resident set
 
 
@@ -47,6 +49,14 @@ def trim(worker: Any) -> None:
         torch.cuda.empty_cache()
     elif hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)
+
+
+def return_at_once(worker: Any) -> None:  # noqa: ARG001
+    """Let the C library give large allocations back to the system when they are freed, instead of learning to keep
+    them (mallopt(3)). What a process has then follows what it uses, as on a device.
+    """
+    if hasattr(_libc, "mallopt"):
+        _libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 
 def data_bytes(worker: Any) -> int:

@@ -86,7 +86,7 @@ class Lender:
             self._needed_at = time.monotonic()
             if self.reserve.policy in BY_PHASE and self._controller.allowance.phase_blocks > self._own_blocks:
                 self._take_back()
-        if self._quiet:
+        elif self._quiet:
             self._lend()
         budget = min(most, self._budget(prompt_logprobs))
         self._smaller_steps += wanted > budget
@@ -152,6 +152,8 @@ class Lender:
         target = min(self.most_blocks, allowance.blocks)
         if target <= allowance.phase_blocks or controller.running_job is not None or not allowance.may_try():
             return
+        if self._late_blocks:
+            return  # a step must not have to do without what is lent and what is on its way back
         allowance.phase_blocks = target
         if target > controller.pool.num_gpu_blocks:
             controller.begin_own(ResizeRequest(blocks=target, allow_preemption=False), target, fenced=True)

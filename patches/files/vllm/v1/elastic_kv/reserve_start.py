@@ -36,6 +36,8 @@ def measure_reserve(vllm_config: "VllmConfig", executor: "Executor", block_bytes
     most = scheduler.max_num_batched_tokens
     drafts = speculative.num_speculative_tokens if speculative is not None else 0
     decodes = scheduler.max_num_seqs * (1 + drafts)
+    if config.memory_budget is not None:
+        call(executor, activation_probe.return_at_once).result()
     ranks = call(executor, activation_probe.measure_activations, *token_counts(decodes, most)).result()
     reserve = make_reserve(config.policy, agree(ranks), most, config.small_chunk, decodes)
     logger.info("Elastic KV cache: %s", reserve.describe(block_bytes, vllm_config.cache_config.block_size))
