@@ -253,6 +253,18 @@ class TestTheOperator:
         assert engine.resident_blocks() == ALL
 
 
+def test_what_is_needed_is_not_lent_again_in_the_same_pass(start):
+    engine = start("reclaim")
+    engine.controller.lender._lend_after_s = 0.0
+    decode(engine)
+    engine.controller.token_budget(MOST)
+    engine.idle()
+    prefill(engine, 100)
+    for _ in range(3):
+        assert engine.controller.token_budget(MOST) == MOST
+        assert engine.resident_blocks() == OWN
+
+
 def test_memory_that_could_not_be_lent_makes_no_step_smaller(start):
     engine = start("reclaim")
     engine.drivers[1].fail("create", always=True)

@@ -72,9 +72,8 @@ class Ladder:
 
     def ask(self, name: str, length: int, tokens: int, **params) -> None:
         prompt = {"prompt_token_ids": [(37 * place) % 40000 + 10 for place in range(length)]}
-        self.engine.add_request(
-            name, prompt, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **params)
-        )
+        params = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True} | params
+        self.engine.add_request(name, prompt, SamplingParams(**params))
 
     def run(self) -> None:
         while self.engine.has_unfinished_requests():
@@ -82,10 +81,17 @@ class Ladder:
                 if output.finished:
                     self.tokens[output.request_id] = [list(one.token_ids) for one in output.outputs]
 
+    def settle(self) -> None:
+        """Let what is being lent be lent."""
+        self.engine.engine_core.engine_core.elastic_kv.poll(wait=True)
+
     def climb(self, name: str, length: int, **params) -> dict:
-        """One prompt beside a request that decodes. Returns what its largest step was, and the cache then."""
+        """One prompt beside a request that decodes, which was alone until all was lent. Returns what its largest step
+        was, and the cache then.
+        """
         self.ask(f"{name} decodes", 8, 12)
         self.engine.step()
+        self.settle()
         self.largest = 0
         self.ask(name, length, 3, **params)
         self.run()
@@ -99,7 +105,10 @@ class Ladder:
 def climb(policy: str, options: dict) -> dict:
     most = options["most"]
     begun = time.monotonic()
-    ladder = Ladder(policy, options)
+    try:
+        ladder = Ladder(policy, options)
+    except ValueError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
     result = {"per_block": ladder.engine.elastic_kv_state()["bytes"]["per_block"], "start": ladder.state()["resident"]}
     result["start_s"] = time.monotonic() - begun
     rungs: list[dict] = []
@@ -107,15 +116,17 @@ def climb(policy: str, options: dict) -> dict:
     try:
         ladder.ask("alone", 8, 12)
         ladder.run()
+        ladder.settle()
         result["decoding"] = ladder.state()
         for place, length in enumerate([most // 12, most // 4, most // 2, most - 8, most // 12, most // 2]):
             rungs.append(ladder.climb(f"rung {place}", length))
         rungs.append(ladder.climb("scored", most // 2, prompt_logprobs=1))
         choice = StructuredOutputsParams(choice=["yes", "no"])
         rungs.append(ladder.climb("structured", most - 8, structured_outputs=choice))
-        rungs.append(ladder.climb("several", most - 8, n=3))
+        rungs.append(ladder.climb("several", most - 8, n=3, top_k=1, temperature=1.0))
         ladder.ask("alone again", 8, 12)
         ladder.run()
+        ladder.settle()
         result["decoding_again"] = ladder.state()
     except Exception as error:
         result["error"] = f"{type(error).__name__}: {error}"

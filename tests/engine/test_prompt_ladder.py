@@ -26,8 +26,8 @@ def ladder(tmp_path_factory):
     options = {
         "model": str(model),
         "policies": [*LIVING, "always-lent"],
-        "room": 1 << 30,
-        "margin": 48 << 20,
+        "room": 1536 << 20,
+        "margin": 192 << 20,
         "most": MOST,
     }
     command = [sys.executable, Path(__file__).with_name("ladder.py"), json.dumps(options)]
@@ -39,8 +39,10 @@ def ladder(tmp_path_factory):
 @pytest.mark.parametrize("policy", LIVING)
 def test_it_completes_with_the_same_tokens(ladder, policy):
     """Prompt log probabilities, structured output and several answers to a prompt among them."""
-    assert "error" not in ladder[policy]
+    assert "error" not in ladder[policy], ladder[policy]["error"]
     assert len(ladder[policy]["rungs"]) == len(PROMPTS) + 3
+    assert all(len(answers[0]) > 0 for answers in ladder[policy]["tokens"].values())
+    assert len(ladder[policy]["tokens"]["several"]) == 3
     assert ladder[policy]["tokens"] == ladder["static"]["tokens"]
 
 

@@ -25,7 +25,7 @@ class Settings:
     most: int = 6144  # tokens of the largest step, and of a long prompt
     small: int = 512
     answer: int = 4
-    room_mib: int = 1024  # beside what a process has when vLLM is imported
+    room_mib: int = 1536  # beside what a process has when vLLM is imported
 
     def elastic(self, policy: str) -> dict[str, Any]:
         """The elastic configuration of a policy."""
@@ -33,7 +33,7 @@ class Settings:
             "policy": policy,
             "room": self.room_mib * MIB,
             "capacity": self.room_mib * MIB,
-            "margin": 48 * MIB,
+            "margin": 192 * MIB,
             "small_chunk": self.small,
             "lend_after_s": 0.2,
             "unsafe_always_lent": policy == CRASHING,
@@ -54,7 +54,7 @@ class Settings:
         }
 
 
-QUICK = Settings(rounds=1, prompts=1, most=1024, small=256, room_mib=512)
+QUICK = Settings(rounds=1, prompts=1, small=1024)
 
 
 @dataclass

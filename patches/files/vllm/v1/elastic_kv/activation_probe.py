@@ -51,7 +51,7 @@ def trim(worker: Any) -> None:
         _libc.malloc_trim(0)
 
 
-def return_at_once(worker: Any) -> None:  # noqa: ARG001
+def return_at_once(worker: Any) -> None:
     """Let the C library give large allocations back to the system when they are freed, instead of learning to keep
     them (mallopt(3)). What a process has then follows what it uses, as on a device.
     """
