@@ -9,7 +9,7 @@ controller's own transactions: a growth when the reserve is lent, a shrink when 
 """
 
 import time
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from vllm.utils.math_utils import cdiv
@@ -129,16 +129,13 @@ class Lender:
         scheduler: Any = self._controller.scheduler
         running, room = scheduler.running, self._room()
         wanted = sum(map(_tokens_of, running))
-        prompt_logprobs = any(map(_wants_prompt_logprobs, running))
         for request in islice(scheduler.waiting, max(0, scheduler.max_num_active_reqs - len(running))):
             room -= cdiv(request.num_tokens, self._controller.block_tokens)
-            if wanted >= most:
-                break
-            # In any case it may get in, and be a part of the step.
-            prompt_logprobs = prompt_logprobs or _wants_prompt_logprobs(request)
-            if room < 0:
-                break  # it needs blocks that are there only while the reserve is lent
+            if wanted >= most or room < 0:
+                break  # without room it needs blocks that are there only while the reserve is lent
             wanted += _tokens_of(request)
+        # Of those that wait, any may get into the step: others may be passed over, or be prefixes of the cache's.
+        prompt_logprobs = any(map(_wants_prompt_logprobs, chain(running, scheduler.waiting)))
         return min(wanted, most), prompt_logprobs
 
     def _room(self) -> int:
