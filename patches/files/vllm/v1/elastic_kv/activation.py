@@ -2,6 +2,7 @@
 """How much memory a step takes for its activations, by the tokens that it computes."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,13 +30,8 @@ class Line:
 
     def tokens(self, nbytes: int, most: int) -> int:
         """How many tokens a step in `nbytes` bytes can have, up to `most`. 0 if not even one fits."""
-        if self.nbytes(most) <= nbytes:
-            return most
-        if self.nbytes(1) > nbytes:
-            return 0
-        tokens = int((nbytes - self.intercept) / self.slope)
-        # The division may be off by one token.
-        return next(fits for fits in (tokens + 1, tokens, tokens - 1) if self.nbytes(fits) <= nbytes)
+        # Not by division: where the slope is small beside the rest, that is off by more than one token.
+        return bisect_right(range(1, most + 1), nbytes, key=self.nbytes)
 
 
 def fit(peaks: Peaks) -> Line:
