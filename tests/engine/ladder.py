@@ -122,7 +122,7 @@ def climb(policy: str, options: dict) -> dict:
             rungs.append(ladder.climb(f"rung {place}", length))
         rungs.append(ladder.climb("scored", most // 2, prompt_logprobs=1))
         choice = StructuredOutputsParams(choice=["yes", "no"])
-        rungs.append(ladder.climb("structured", most - 8, structured_outputs=choice))
+        rungs.append(ladder.climb("structured", most - 8, structured_outputs=choice, ignore_eos=False))
         rungs.append(ladder.climb("several", most - 8, n=3, top_k=1, temperature=1.0))
         ladder.ask("alone again", 8, 12)
         ladder.run()

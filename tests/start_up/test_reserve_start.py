@@ -48,8 +48,7 @@ class Executor:
 
 def start(executor, elastic, planned=8 * GIB, max_model_len=160):
     config = make_config(ElasticKVConfig(**elastic), max_model_len)
-    config.scheduler_config = SimpleNamespace(max_num_batched_tokens=MOST, max_num_seqs=DECODES)
-    config.speculative_config = None
+    config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs = MOST, DECODES
     config.cache_config.kv_cache_memory_bytes = None
     ranks = len(executor.ranks)
     made = start_up.make_elastic(config, executor, [layers() for _ in range(ranks)], [planned] * ranks)
