@@ -1,7 +1,7 @@
 # Every command of this repository. `make` alone lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo storm smoke test lint format tree refresh check bench bench-resize bench-driver kernels bench-kernel image image-test plan-study plan-accuracy lock clean
+.PHONY: help setup serve demo storm smoke test lint format tree refresh check bench bench-resize bench-reserve bench-driver kernels bench-kernel image image-test plan-study plan-accuracy lock clean
 
 PY := .venv/bin/python
 export MODEL HOST PORT ELASTIC
@@ -53,6 +53,9 @@ bench: setup ## Run the benchmarks (ARGS='...' for scripts/bench)
 
 bench-resize: setup ## Measure what a resize costs while requests decode (ARGS=--quick for less)
 	@scripts/bench resize $(ARGS)
+
+bench-reserve: setup ## Compare the policies of the prefill reserve under a memory budget (ARGS=--quick for less)
+	@scripts/bench reserve $(ARGS)
 
 bench-driver: setup ## Count and time a GPU driver's calls (without a GPU: times as published)
 	@scripts/bench driver $(ARGS)

@@ -87,19 +87,20 @@ def tiny_llama(
     hidden: int = 64,
     seed: int = 0,
     head_dim: int = 32,
+    intermediate: int | None = None,
 ) -> Path:
     """A llama of random weights with SmolLM2's tokenizer, for stress tests. The same arguments give the same bytes.
 
     The CPU engine knows head sizes of 32, 64, 80, 96, 112, 128 and more, so ``head_dim`` does not follow ``hidden``.
     """
-    base = smollm2()
+    base, wide = smollm2(), intermediate or 2 * hidden
     changed = {
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "hidden_size": hidden,
         "head_dim": head_dim,
-        "intermediate_size": 2 * hidden,
+        "intermediate_size": wide,
     }
     config = read_json(base / "config.json") | changed
     random = np.random.default_rng(seed)
@@ -118,9 +119,9 @@ def tiny_llama(
             f"{at}.self_attn.v_proj.weight": matrix(kv_heads * head_dim, hidden),
             f"{at}.self_attn.o_proj.weight": matrix(hidden, heads * head_dim),
             f"{at}.post_attention_layernorm.weight": ones,
-            f"{at}.mlp.gate_proj.weight": matrix(2 * hidden, hidden),
-            f"{at}.mlp.up_proj.weight": matrix(2 * hidden, hidden),
-            f"{at}.mlp.down_proj.weight": matrix(hidden, 2 * hidden),
+            f"{at}.mlp.gate_proj.weight": matrix(wide, hidden),
+            f"{at}.mlp.up_proj.weight": matrix(wide, hidden),
+            f"{at}.mlp.down_proj.weight": matrix(hidden, wide),
         }
     return derived(path, base, config, tensors)
 

@@ -186,7 +186,10 @@ def engine_config(**changes):
             enable_elastic_ep=False,
             distributed_executor_backend="mp",
         ),
-        model_config=SimpleNamespace(enable_sleep_mode=False, enable_cumem_allocator=False),
+        model_config=SimpleNamespace(
+            enable_sleep_mode=False, enable_cumem_allocator=False, is_multimodal_model=False, runner_type="generate"
+        ),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
         attention_config=SimpleNamespace(hisparse_config=None),
         kv_transfer_config=None,
     )
@@ -301,3 +304,56 @@ def test_the_real_configuration_without_it_is_upstreams():
     config = VllmConfig(cache_config=CacheConfig())
     assert config.elastic_kv_config is None
     assert config.cache_config.kv_cache_memory_bytes is None
+
+
+LENDING = ["small-chunk", "reclaim", "adaptive"]
+
+
+@pytest.mark.parametrize("policy", LENDING)
+def test_policies_that_lend_the_prefill_reserve(policy):
+    config = ElasticKVConfig(policy=policy)
+    config.verify_and_update(engine_config())
+    assert config.keeps_reserve
+    assert not ElasticKVConfig().keeps_reserve
+
+
+def test_always_lent_has_to_be_asked_for_twice():
+    with pytest.raises(ValueError, match="'always-lent' ends the engine at the first large step"):
+        ElasticKVConfig(policy="always-lent")
+    assert ElasticKVConfig(policy="always-lent", unsafe_always_lent=True).keeps_reserve
+
+
+@pytest.mark.parametrize(
+    "fields", [{"small_chunk": 0}, {"lend_after_s": -1.0}, {"lend_after_s": float("nan")}], ids=str
+)
+def test_numbers_of_the_reserve(fields):
+    with pytest.raises(ValueError, match="small_chunk has to be 1 at least, and lend_after_s 0 at least"):
+        ElasticKVConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "words"),
+    [
+        ({"policy": "reclaim"}, {"scheduler_config__enable_chunked_prefill": False}, "--no-enable-chunked-prefill"),
+        ({"policy": "adaptive"}, {"model_config__is_multimodal_model": True}, "a multimodal model"),
+        ({"policy": "small-chunk"}, {"model_config__runner_type": "pooling"}, "a pooling model"),
+        ({"policy": "reclaim", "keep": "1GiB"}, {}, "keep, which"),
+        ({"memory_budget": "1GiB", "policy": "on-demand"}, {}, "does not work with the policy on-demand"),
+        ({"memory_budget": "1GiB"}, {"cache_config__kv_cache_memory_bytes": MIB}, "memory_budget and start, not"),
+    ],
+    ids=str,
+)
+def test_what_the_reserve_does_not_cover(fields, changes, words):
+    with pytest.raises(ValueError, match=words) as failure:
+        ElasticKVConfig(**fields).verify_and_update(engine_config(**changes))
+    assert one_sentence(str(failure.value))
+
+
+def test_a_memory_budget_bounds_the_start():
+    """What the cache starts with is known when the rest of the process is; until then no size of upstream's counts."""
+    config = engine_config()
+    ElasticKVConfig(memory_budget="2GiB", capacity="1GiB").verify_and_update(config)
+    assert config.cache_config.kv_cache_memory_bytes == GIB
+    config = engine_config()
+    ElasticKVConfig(memory_budget="2GiB", start="64MiB").verify_and_update(config)
+    assert config.cache_config.kv_cache_memory_bytes == 64 * MIB

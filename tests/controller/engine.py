@@ -48,6 +48,7 @@ class Scheduler:
     """Running requests and their blocks, and what upstream's scheduler does with one that is preempted."""
 
     policy = SchedulingPolicy.FCFS
+    max_num_active_reqs = 4
 
     def __init__(self, manager) -> None:
         self.kv_cache_manager = manager
@@ -138,9 +139,19 @@ class Engine:
     """The parts of an engine core that the controller uses. Sizes are chunks."""
 
     def __init__(
-        self, ranks=2, chunk_blocks=2, base=1, start=3, capacity=8, strides=None, policy="static", divisible=False
+        self,
+        ranks=2,
+        chunk_blocks=2,
+        base=1,
+        start=3,
+        capacity=8,
+        strides=None,
+        policy="static",
+        divisible=False,
+        reserve=None,
     ) -> None:
         self.layout = make_layout(chunk_blocks, base, start, capacity)
+        self.layout.reserve = reserve
         # One handle for each chunk and segment, so that a test can say which call fails.
         self.drivers = [FaultyDriver(HostPageDriver() if divisible else Indivisible()) for _ in range(ranks)]
         strides = strides or [4096] * ranks
@@ -162,7 +173,9 @@ class Engine:
             ),
         )
         self.vllm_config = SimpleNamespace(
-            elastic_kv_config=ElasticKVConfig(policy=policy),
+            elastic_kv_config=ElasticKVConfig(
+                policy=reserve.policy if reserve else policy, unsafe_always_lent=True, lend_after_s=2.0
+            ),
             cache_config=SimpleNamespace(
                 block_size=TOKENS,
                 num_gpu_blocks=self.layout.start_blocks,

@@ -7,6 +7,7 @@ from pathlib import Path
 from elastic_tools.bench import machine, overhead, report
 from elastic_tools.bench.arms import BenchError
 from elastic_tools.bench.driver import main as driver
+from elastic_tools.bench.reserve.command import main as reserve
 from elastic_tools.bench.resize.command import main as resize
 
 
@@ -16,6 +17,7 @@ def parser() -> argparse.ArgumentParser:
         prog="scripts/bench",
         description="Compares the unpatched engine with the patched one, elastic off, and on but idle. Takes minutes.",
         epilog="Others: `scripts/bench resize`, what a resize costs while requests decode; "
+        "`scripts/bench reserve`, what lending the prefill reserve gains; "
         "`scripts/bench driver`, a GPU driver's calls.",
     )
     made.add_argument("--rounds", type=int, default=84, help="rounds that count, 5 at least (default %(default)s)")
@@ -33,6 +35,8 @@ def main() -> int:
     """Runs it. The exit status says whether it ran and the tokens were the same, not how fast the engines were."""
     if sys.argv[1:2] == ["driver"]:
         return driver(sys.argv[2:])
+    if sys.argv[1:2] == ["reserve"]:
+        return reserve(sys.argv[2:])
     if sys.argv[1:2] == ["resize"]:
         return resize(sys.argv[2:])
     given = parser().parse_args()

@@ -38,7 +38,7 @@ class Arm:
 class Process:
     """A running arm."""
 
-    def __init__(self, arm: Arm, engine: dict[str, Any], environment: dict[str, str]) -> None:
+    def __init__(self, arm: Arm, engine: dict[str, Any], environment: dict[str, str], program: Path = PROGRAM) -> None:
         self.arm = arm
         self.log = LOGS / f"{arm.name.replace(' ', '-')}.log"
         LOGS.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ class Process:
         path = {} if arm.patched else {"PYTHONPATH": str(UPSTREAM)}
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
-                [str(PYTHON), "-P", str(PROGRAM), json.dumps(settings)],
+                [str(PYTHON), "-P", str(program), json.dumps(settings)],
                 env=kept | path | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -98,12 +98,14 @@ class Process:
 
 
 @contextlib.contextmanager
-def running(arms: Sequence[tuple[Arm, dict[str, Any]]], environment: dict[str, str]) -> Iterator[list[Process]]:
+def running(
+    arms: Sequence[tuple[Arm, dict[str, Any]]], environment: dict[str, str], program: Path = PROGRAM
+) -> Iterator[list[Process]]:
     """Starts the arms with their engine's arguments, one after the other; stops them when the block ends."""
     processes: list[Process] = []
     try:
         for arm, engine in arms:
-            processes.append(Process(arm, engine, environment))
+            processes.append(Process(arm, engine, environment, program))
             processes[-1].ready()
         yield processes
     finally:

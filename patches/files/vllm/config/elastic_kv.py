@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import field_validator
 from vllm.config.utils import config
 from vllm.v1.elastic_kv.page_driver import check_driver
+from vllm.v1.elastic_kv.reserve import LENDING
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,12 +72,34 @@ class ElasticKVConfig:
     """What the cache may grow to. Address space is reserved for it at start-up,
     memory is not. Without it, what the device could hold at start-up."""
 
-    policy: Literal["static", "on-demand"] = "static"
+    policy: Literal["static", "on-demand", "small-chunk", "reclaim", "adaptive", "always-lent"] = "static"
     """Who decides the size. `static`: it stays until someone asks for another
     one, through `POST /elastic_kv/resize` or `LLM.resize_kv_cache`. `on-demand`:
     it grows from `start` to `capacity`, or to the size that was asked for last,
     when a request needs blocks and before a cached prefix is evicted. With either,
-    a request that is the only one and needs more than there is makes it grow."""
+    a request that is the only one and needs more than there is makes it grow.
+
+    The others measure, at start-up, what steps take for their activations, and lend the cache what is kept for
+    the largest step. `reclaim`: lent while no step needs it, taken back before one that does, which waits for it.
+    `adaptive`: the same, but where that costs evictions or copies, steps are smaller meanwhile and nothing waits.
+    `small-chunk`: steps have `small_chunk` tokens at most, and what larger ones would take is the cache's for good.
+    `always-lent`: lent and never taken back, which a large step does not survive; for benchmarks."""
+
+    small_chunk: int = 512
+    """Tokens that a step has at most with the policy `small-chunk`, if that is enough
+    for all requests that decode."""
+
+    lend_after_s: float = 2.0
+    """Seconds without a step that needs the reserve, after which `reclaim` and
+    `adaptive` lend it again. A trickle of prompts then does not move it to and fro."""
+
+    memory_budget: int | str | None = None
+    """Memory that each worker process may have, on a CPU. Allocations beyond it
+    fail, as on a GPU that is full. Without `start`, the cache gets what the
+    weights, the reserve and `margin` leave of it."""
+
+    unsafe_always_lent: bool = False
+    """Whether the policy `always-lent`, which ends the engine, may be chosen."""
 
     admin_api: bool | None = None
     """Whether `POST /elastic_kv/resize` is served. Without it, only if the
@@ -89,7 +112,7 @@ class ElasticKVConfig:
     margin: int | str = 256 * 2**20
     """GPU memory that is left free when the engine starts with what upstream
     would have taken: for what is allocated later, and for cutting a run of
-    handles. The host driver has no use for it."""
+    handles. On a CPU it counts with `memory_budget` alone."""
 
     run: int | str | None = None
     """GPU memory of a run of chunks that share handles, at most. A cut needs up
@@ -100,16 +123,28 @@ class ElasticKVConfig:
     """Released GPU memory to keep at hand for the next growth, at most. It is
     given up when there is too little memory. Without it, none is kept."""
 
-    @field_validator("base", "start", "capacity", "margin", "run", "keep", mode="before")
+    @field_validator("base", "start", "capacity", "margin", "run", "keep", "memory_budget", mode="before")
     @classmethod
     def _to_bytes(cls, value: Any) -> int | None:
         return None if value is None else parse_size(value)
 
     def __post_init__(self) -> None:
+        if self.policy == "always-lent" and not self.unsafe_always_lent:
+            raise ValueError(
+                "elastic_kv_config: policy 'always-lent' ends the engine at the first large step; it is for benchmarks,"
+                " with unsafe_always_lent"
+            )
+        if self.small_chunk < 1 or not 0 <= self.lend_after_s < math.inf:
+            raise ValueError("elastic_kv_config: small_chunk has to be 1 at least, and lend_after_s 0 at least")
         for low, high in (("base", "start"), ("start", "capacity"), ("base", "capacity")):
             smaller, larger = self.size(low), self.size(high)
             if smaller is not None and larger is not None and smaller > larger:
                 raise ValueError(f"elastic_kv_config: {low} ({smaller} bytes) is larger than {high} ({larger} bytes)")
+
+    @property
+    def keeps_reserve(self) -> bool:
+        """Whether memory is kept for the activations of the largest step, by measurement."""
+        return self.policy in LENDING or self.memory_budget is not None
 
     def size(self, name: str) -> int | None:
         """The named size in bytes, or None where it was not given."""
@@ -158,8 +193,13 @@ class ElasticKVConfig:
         for reason, present in refused.items():
             if present:
                 raise ValueError(f"The elastic KV cache does not work with {reason}.")
+        if self.keeps_reserve:
+            self._verify_reserve(vllm_config)
         start = self.size("start")
         if start is None:
+            if (budget := self.size("memory_budget")) is not None:
+                # Until it is known what else the process takes. Without a size upstream takes what the machine has.
+                cache.kv_cache_memory_bytes = min(filter(None, [budget, self.size("capacity")]))
             return
         if cache.kv_cache_memory_bytes not in (None, start):
             raise ValueError(
@@ -167,3 +207,28 @@ class ElasticKVConfig:
                 f"({cache.kv_cache_memory_bytes}), not both."
             )
         cache.kv_cache_memory_bytes = start
+
+    def _verify_reserve(self, vllm_config: "VllmConfig") -> None:
+        """Refuse what the measured reserve does not cover."""
+        model, budget = vllm_config.model_config, self.size("memory_budget")
+        refused = {
+            "--no-enable-chunked-prefill: a step must be able to have a part of a prompt": (
+                not vllm_config.scheduler_config.enable_chunked_prefill
+            ),
+            "a multimodal model, whose encoder's activations are not measured": (
+                model is not None and model.is_multimodal_model
+            ),
+            "a pooling model": model is not None and model.runner_type == "pooling",
+            "keep, which keeps memory that was taken back": self.keep is not None,
+        }
+        for reason, present in refused.items():
+            if present:
+                raise ValueError(f"The prefill reserve of an elastic KV cache does not work with {reason}.")
+        if budget is None:
+            return
+        if vllm_config.device_config.device_type != "cpu":
+            raise ValueError("elastic_kv_config memory_budget is for a CPU; elsewhere the device is the limit.")
+        if self.policy == "on-demand":
+            raise ValueError("elastic_kv_config memory_budget does not work with the policy on-demand.")
+        if vllm_config.cache_config.kv_cache_memory_bytes not in (None, self.size("start")):
+            raise ValueError("Give elastic_kv_config memory_budget and start, not --kv-cache-memory-bytes.")

@@ -44,17 +44,25 @@ class Accounts:
         """Take what the ranks hold now."""
         self._ranks, self._measured_at = ranks, time.monotonic()
 
+    @property
+    def late_bytes(self) -> int:
+        """What a rank has detached and not given back to the device yet, at most."""
+        return max(rank["unreleased_bytes"] for rank in self._ranks)
+
     def outdated(self) -> None:
         """The size has changed, and the ranks were not asked since: there was no time to."""
         self._measured_at = float("-inf")
 
-    def state(self, policy: str, allowed: int, block_tokens: int) -> dict[str, Any]:
+    def state(
+        self, policy: str, allowed: int, block_tokens: int, reserve: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """The state as `GET /elastic_kv` gives it.
 
         Args:
             policy: Who decides the size.
             allowed: The blocks that the cache may have now.
             block_tokens: Tokens in a block.
+            reserve: What the prefill reserve's lender tells, where there is one.
 
         """
         layout, counts = self._pool.layout, self._pool.counts()
@@ -84,9 +92,10 @@ class Accounts:
             ],
             "transactions": dict(self._outcomes),
             "last": self._last,
+            "reserve": reserve,
         }
 
-    def take_stats(self) -> ElasticKVStats:
+    def take_stats(self, reserve: dict[str, Any] | None = None) -> ElasticKVStats:
         """What the metrics show; hands out each ended resize, and each fault, once."""
         resizes, self._unreported = self._unreported, []
         faults, self._unreported_faults = self._unreported_faults, 0
@@ -101,6 +110,7 @@ class Accounts:
             max_concurrency=cache_config.kv_cache_max_concurrency,
             resizes=resizes,
             soft_page_faults=faults,
+            reserve=reserve,
         )
 
     def faulted(self, count: int) -> None:

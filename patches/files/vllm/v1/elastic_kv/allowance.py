@@ -29,6 +29,8 @@ class Allowance:
 
     def __init__(self, pool: ElasticBlockPool, blocks: int) -> None:
         self.blocks = blocks
+        # What the phase allows: where the cache borrows the prefill reserve, the reserve's lender says it.
+        self.phase_blocks = pool.layout.capacity_blocks
         self._pool = pool
         self._retry_at = 0.0
         self._retry_after = RETRY_SECONDS[0]
@@ -36,8 +38,13 @@ class Allowance:
     @property
     def exceeded(self) -> bool:
         """Whether there are more blocks than allowed, and could be less."""
-        above = self._pool.num_gpu_blocks - self.blocks
-        return 0 < above <= self._pool.get_num_free_blocks() and self._may_try()
+        above = self._pool.num_gpu_blocks - self.now
+        return 0 < above <= self._pool.get_num_free_blocks() and self.may_try()
+
+    @property
+    def now(self) -> int:
+        """The blocks that are allowed now."""
+        return min(self.blocks, self.phase_blocks)
 
     def set(self, blocks: int) -> None:
         """Allow another size, since somebody asked for it."""
@@ -45,7 +52,7 @@ class Allowance:
         self._retry_after = RETRY_SECONDS[0]
 
     def ended(self, done: bool) -> float:
-        """After a change of size. Returns for how many seconds the controller may not try another: none if it is done."""
+        """After a change of size. Returns for how many seconds the controller may not try another: 0 if it is done."""
         first, longest = RETRY_SECONDS
         wait = 0.0 if done else self._retry_after
         self._retry_at = time.monotonic() + wait
@@ -67,9 +74,9 @@ class Allowance:
         pool, chunk_blocks = self._pool, self._pool.layout.chunk_blocks
         free = pool.get_num_free_blocks()
         lacking = num_blocks > free
-        if pool.num_gpu_blocks >= self.blocks and not lacking:
+        if pool.num_gpu_blocks >= self.now and not lacking:
             return []
-        spare = (self.blocks - pool.num_gpu_blocks) // chunk_blocks
+        spare = (self.now - pool.num_gpu_blocks) // chunk_blocks
         if spare > 0:
             chunks = cdiv(num_blocks - pool.free_and_useless(num_blocks), chunk_blocks)
             # Some more than it takes now, so that a request that goes on growing does not do so for every block.
@@ -77,10 +84,12 @@ class Allowance:
             chunks = min(max(chunks, more), spare) if chunks else 0
         elif lacking and all(other is request for other in running):
             # It is the only one, so nothing will come free: without growth it would wait for ever.
-            chunks = cdiv(num_blocks - free, chunk_blocks)
+            possible = max(0, self.phase_blocks - pool.num_gpu_blocks) // chunk_blocks
+            chunks = min(cdiv(num_blocks - free, chunk_blocks), possible)
         else:
             return []
-        return pool.missing_chunks()[:chunks] if self._may_try() else []
+        return pool.missing_chunks()[:chunks] if chunks and self.may_try() else []
 
-    def _may_try(self) -> bool:
+    def may_try(self) -> bool:
+        """Whether the controller may change the size by itself again."""
         return time.monotonic() >= self._retry_at

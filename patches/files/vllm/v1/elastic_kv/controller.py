@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from vllm.logger import init_logger
-from vllm.v1.elastic_kv import worker_side
+from vllm.v1.elastic_kv import activation_probe, worker_side
 from vllm.v1.elastic_kv.accounts import Accounts
 from vllm.v1.elastic_kv.allowance import Allowance
 from vllm.v1.elastic_kv.block_pool import ElasticBlockPool
+from vllm.v1.elastic_kv.lending import Lender
 from vllm.v1.elastic_kv.resize import ResizeRequest, ResizeResult, explain
 from vllm.v1.elastic_kv.resizer import Resizer, call
 from vllm.v1.elastic_kv.stats import ElasticKVStats
-from vllm.v1.elastic_kv.transaction import Job, Timer, Transaction, Waitable
+from vllm.v1.elastic_kv.transaction import Fence, Job, Timer, Transaction, Waitable
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
@@ -54,7 +55,12 @@ class ElasticKVController:
         on_demand = self._policy == "on-demand"
         self.allowance = Allowance(pool, pool.layout.capacity_blocks if on_demand else pool.num_gpu_blocks)
         # Tokens in a block, of a request that takes blocks from every cache group.
-        self._block_tokens = engine.vllm_config.cache_config.block_size
+        self.block_tokens = engine.vllm_config.cache_config.block_size
+        self.lender: Lender | None = None
+        if (reserve := pool.layout.reserve) is not None:
+            own_blocks = pool.num_gpu_blocks
+            self.lender = Lender(self, reserve, own_blocks, self._accounts.block_bytes, config.lend_after_s)
+            self.allowance.blocks = self.lender.most_blocks
         engine.scheduler.elastic_kv = self  # type: ignore[attr-defined]
         engine.scheduler.kv_cache_manager.elastic_kv = self  # type: ignore[attr-defined]
         self._accounts.show()
@@ -67,7 +73,27 @@ class ElasticKVController:
     @property
     def holds_steps(self) -> bool:
         """Whether no step may be scheduled now: a transaction waits for those in flight."""
-        return bool(self._queue) and self._queue[0].holds_steps
+        return bool(self._queue) and (self._queue[0].holds_steps or self._queue[0].holds_all_steps)
+
+    @property
+    def scheduler(self) -> Any:
+        """The engine core's scheduler."""
+        return self._engine.scheduler
+
+    @property
+    def steps_in_flight(self) -> bool:
+        """Whether a step was begun whose output is not processed yet."""
+        return bool(self._engine.batch_queue)
+
+    @property
+    def running_job(self) -> Job | None:
+        """The transaction that runs, or comes next."""
+        return self._queue[0] if self._queue else None
+
+    @property
+    def late_bytes(self) -> int:
+        """What a rank had not given back to the device when it was asked last."""
+        return self._accounts.late_bytes
 
     def resize(self, fields: dict[str, Any]) -> "Future[dict[str, Any]]":
         """Queue a resize, and begin it if no other one runs.
@@ -86,7 +112,7 @@ class ElasticKVController:
         try:
             request = ResizeRequest.model_validate(fields)
             target = request.target_blocks(
-                layout.capacity_blocks, layout.base_blocks, self._accounts.block_bytes, self._block_tokens
+                layout.capacity_blocks, layout.base_blocks, self._accounts.block_bytes, self.block_tokens
             )
         except ValueError as error:
             answer.set_result({"invalid": explain(error) if isinstance(error, ValidationError) else str(error)})
@@ -108,8 +134,8 @@ class ElasticKVController:
 
         """
         if not self._queue and self.allowance.exceeded:
-            request = ResizeRequest(blocks=self.allowance.blocks, allow_preemption=False)
-            self._queue.append(self._job(request, self.allowance.blocks, own=True))
+            request = ResizeRequest(blocks=self.allowance.now, allow_preemption=False)
+            self._queue.append(self._job(request, self.allowance.now, own=True))
         while self._queue:
             if self._fatal is not None:
                 raise self._fatal
@@ -135,6 +161,31 @@ class ElasticKVController:
         except StopIteration:
             self._queue.popleft()
             self._finish(job)
+        return True
+
+    def token_budget(self, most: int) -> int:
+        """How many tokens the step may have that is about to be scheduled, at most `most`.
+
+        Raises:
+            Exception: A transaction broke, and the engine cannot go on.
+
+        """
+        return most if self.lender is None else self.lender.token_budget(most)
+
+    def begin_own(
+        self, request: ResizeRequest, target: int, holds_all_steps: bool = False, fenced: bool = False
+    ) -> None:
+        """Queue a resize of the controller's own, and begin it if no other one runs."""
+        job = self._job(request, target, own=True)
+        job.holds_all_steps, job.fenced = holds_all_steps, fenced
+        self._queue.append(job)
+        self.poll()
+
+    def measure_again(self) -> bool:
+        """Ask the ranks what they hold, if they were not asked just now. Returns whether they were."""
+        if not self._accounts.stale:
+            return False
+        self._accounts.measured(call(self._engine.model_executor, worker_side.measure).result())
         return True
 
     def make_room(self, request: "Request", num_blocks: int) -> None:
@@ -163,7 +214,8 @@ class ElasticKVController:
         """The state as `GET /elastic_kv` gives it."""
         if self._accounts.stale and not self._engine.batch_queue and not self.pending:
             self._accounts.measured(call(self._engine.model_executor, worker_side.measure).result())
-        return self._accounts.state(self._policy, self.allowance.blocks, self._block_tokens)
+        reserve = self.lender.state() if self.lender is not None else None
+        return self._accounts.state(self._policy, self.allowance.blocks, self.block_tokens, reserve)
 
     def fail_faulty(self, faults: dict[str, int]) -> list[str]:
         """Say why requests fail whose attention met block ids without memory, and forget what they computed.
@@ -190,17 +242,22 @@ class ElasticKVController:
 
     def take_stats(self) -> ElasticKVStats:
         """What the metrics show; hands out each ended resize once."""
-        return self._accounts.take_stats()
+        return self._accounts.take_stats(self.lender.state() if self.lender is not None else None)
 
     def _run(self, job: Job) -> Transaction:
         job.result.before = job.result.after = self.pool.num_gpu_blocks
         if job.overdue:
             return job.end("refused", f"its turn did not come within {job.request.timeout_s:g} s")
+        asked, job.target = job.target, min(job.target, self.allowance.phase_blocks)
         change = (job.target - self.pool.num_gpu_blocks) // self.pool.layout.chunk_blocks
         if job.request.dry_run:
-            return (yield from self._resizer.foresee(job, change))
+            yield from self._resizer.foresee(job, change)
+            return self._lessened(job, asked)
         if not job.own:
-            self.allowance.set(job.target)
+            self.allowance.set(asked)
+        if job.fenced:
+            yield Fence(self._engine)
+            yield call(self._engine.model_executor, activation_probe.trim)
         if change > 0:
             result = yield from self._resizer.grow(job, self.pool.missing_chunks()[:change])
         else:
@@ -209,7 +266,15 @@ class ElasticKVController:
         self._accounts.measured(ranks)
         if late := max(rank["unreleased_bytes"] for rank in ranks):
             result.reason = result.reason or f"{late} bytes of a rank are not given back to the device yet"
-        return result
+        return self._lessened(job, asked)
+
+    @staticmethod
+    def _lessened(job: Job, asked: int) -> ResizeResult:
+        """The result, which is not what was asked for where the prefill reserve is kept."""
+        if job.result.outcome != "done" or job.target >= asked:
+            return job.result
+        reason = f"the prefill reserve is kept: there can be {job.target} blocks now"
+        return job.end("refused" if job.result.after <= job.result.before else "partial", reason)
 
     def _job(
         self, request: ResizeRequest, target: int, answer: "Future[dict[str, Any]] | None" = None, own: bool = False
@@ -236,6 +301,8 @@ class ElasticKVController:
 
     def _finish(self, job: Job) -> None:
         answer = self._accounts.ended(job)
+        if self.lender is not None and not job.request.dry_run:
+            self.lender.ended(job)
         if not job.request.dry_run and (wait := self.allowance.ended(job.result.outcome == "done")):
             self._wake_after(wait)
         job.answer.set_result(answer)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from .arena import KVArena
+    from .reserve import Reserve
     from .residency import Residency
 
 
@@ -43,6 +44,8 @@ class ElasticKVLayout:
     available_bytes: int = field(default=0, compare=False)
     # Ranks that take their pages from the same memory, this one among them.
     ranks_sharing: int = 1
+    # Memory that is kept for large steps beside the cache, where that was measured.
+    reserve: "Reserve | None" = field(default=None, compare=False)
     # The rank's memory and what its kernels know of it, set where the worker allocates it; None in the engine core.
     arena: "KVArena | None" = field(default=None, repr=False, compare=False)
     residency: "Residency | None" = field(default=None, repr=False, compare=False)

@@ -57,6 +57,22 @@ class ElasticKVProm:
                 "vllm:elastic_kv_preempted_requests", "Requests that a shrink preempted.", labelnames=labelnames
             ),
         }
+        self._reserve = (
+            {
+                name: gauge_cls(
+                    f"vllm:elastic_kv_{name}", documentation, labelnames=labelnames, multiprocess_mode="mostrecent"
+                )
+                for name, documentation in {
+                    "reserve_bytes": "Bytes that are kept for the activations of the largest step, on each rank.",
+                    "borrowed_blocks": "KV cache blocks that the cache holds of the prefill reserve.",
+                    "token_budget": "Tokens that a step may have now.",
+                    "reserve_returns": "How often the prefill reserve was taken back since the start.",
+                    "smaller_steps": "Steps since the start that were smaller since the reserve was lent.",
+                }.items()
+            }
+            if vllm_config.elastic_kv_config.keeps_reserve
+            else {}
+        )
         self._faults = counter_cls(
             "vllm:elastic_kv_soft_page_faults",
             "Block ids without memory that requests named; these requests failed.",
@@ -96,6 +112,8 @@ class ElasticKVProm:
         }
         for name, value in values.items():
             self._gauges[name].labels(*labels).set(value)
+        for name, gauge in self._reserve.items():
+            gauge.labels(*labels).set((stats.reserve or {}).get(name, 0))
         self._faults.labels(*labels).inc(stats.soft_page_faults)
         for resize in stats.resizes:
             self._resizes.labels(*labels, resize["direction"], resize["outcome"]).inc()

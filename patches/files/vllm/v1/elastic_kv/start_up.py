@@ -16,12 +16,14 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.elastic_kv import worker_side
 from vllm.v1.elastic_kv.call_costs import PUBLISHED, best_run_bytes
 from vllm.v1.elastic_kv.layout import ElasticKVLayout, chunk_blocks_of, segments_of
+from vllm.v1.elastic_kv.reserve_start import check_own, fit_into_budget, measure_reserve
 from vllm.v1.elastic_kv.resizer import call
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.elastic_kv import ElasticKVConfig
+    from vllm.v1.elastic_kv.reserve import Reserve
     from vllm.v1.elastic_kv.worker_side import ProbeReport
     from vllm.v1.executor import Executor
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -117,12 +119,32 @@ def commit_start(
     layout, config = scheduler_kv_cache_config.elastic_kv, vllm_config.elastic_kv_config
     assert layout is not None
     assert config is not None
-    if layout.first_blocks is None or not layout.start_blocks > layout.first_blocks:
-        return
-    if vllm_config.cache_config.kv_cache_memory_bytes is None:
+    block_bytes = max(_bytes_per_capacity_block(one, layout) for one in kv_cache_configs)
+    if config.keeps_reserve:
+        layout.reserve = measure_reserve(vllm_config, executor, block_bytes)
+    if layout.first_blocks is not None and layout.start_blocks > layout.first_blocks:
+        _attach_start(vllm_config, executor, kv_cache_configs, scheduler_kv_cache_config, block_bytes)
+    if config.keeps_reserve:
+        check_own(vllm_config)
+
+
+def _attach_start(
+    vllm_config: "VllmConfig",
+    executor: "Executor",
+    kv_cache_configs: Sequence["KVCacheConfig"],
+    scheduler_kv_cache_config: "KVCacheConfig",
+    block_bytes: int,
+) -> None:
+    layout, config = scheduler_kv_cache_config.elastic_kv, vllm_config.elastic_kv_config
+    assert layout is not None
+    assert layout.first_blocks is not None
+    assert config is not None
+    if config.memory_budget is not None:
+        layout.start_blocks = fit_into_budget(vllm_config, executor, layout, block_bytes)
+    elif vllm_config.cache_config.kv_cache_memory_bytes is None:
         probes = call(executor, worker_side.probe, layout.driver).result()
         blocks = min(
-            _start_after_warm_up(kv_cache_config, probe["available_bytes"], config.size("margin") or 0)
+            _start_after_warm_up(kv_cache_config, probe["available_bytes"], config.size("margin") or 0, layout.reserve)
             for kv_cache_config, probe in zip(kv_cache_configs, probes, strict=True)
         )
         if blocks < layout.base_blocks:
@@ -141,8 +163,10 @@ def commit_start(
     logger.info("Elastic KV cache: %d blocks resident after warming up", layout.start_blocks)
 
 
-def _start_after_warm_up(kv_cache_config: "KVCacheConfig", available_bytes: int, margin: int) -> int:
-    """Blocks that a rank can start with, in whole chunks."""
+def _start_after_warm_up(
+    kv_cache_config: "KVCacheConfig", available_bytes: int, margin: int, reserve: "Reserve | None" = None
+) -> int:
+    """Blocks that a rank can start with, in whole chunks. A reserve that was measured is left free beside them."""
     layout = kv_cache_config.elastic_kv
     assert layout is not None
     assert layout.first_blocks is not None
@@ -150,7 +174,8 @@ def _start_after_warm_up(kv_cache_config: "KVCacheConfig", available_bytes: int,
     resident = layout.first_blocks * nbytes
     taken = max(0, layout.available_bytes - available_bytes - resident)
     planned = layout.start_blocks * nbytes - taken - margin
-    return round_down(max(0, min(planned, available_bytes + resident - margin)) // nbytes, layout.chunk_blocks)
+    free = available_bytes + resident - margin - (0 if reserve is None else reserve.nbytes)
+    return round_down(max(0, min(planned, free)) // nbytes, layout.chunk_blocks)
 
 
 def _bytes_per_capacity_block(kv_cache_config: "KVCacheConfig", layout: ElasticKVLayout) -> int:
@@ -221,6 +246,8 @@ def _layout(
         driver=probes[0]["driver"],
         ranks_sharing=max(_ranks_sharing(probes)),
     )
+    if config.memory_budget is not None:
+        layout.first_blocks = base_blocks
     if layout.driver == "cuda":
         segments = len(segments_of(kv_cache_configs[0].kv_cache_tensors, kv_cache_configs[0].num_blocks))
         layout.first_blocks = base_blocks

@@ -11,7 +11,7 @@ class ElasticKVStats:
     as upstream's `CacheConfig` has them, and the resizes that ended since
     the last time, each as `ResizeResult.to_dict` gives it, with its `direction`, and
     `failed` as its `outcome` where a rank failed. Also since the last time: block ids without
-    memory that the attention of requests met.
+    memory that the attention of requests met. `reserve` is what `Lender.state` tells, where there is a reserve.
     """
 
     resident_blocks: int
@@ -23,3 +23,4 @@ class ElasticKVStats:
     max_concurrency: float | None
     resizes: list[dict[str, Any]] = field(default_factory=list)
     soft_page_faults: int = 0
+    reserve: dict[str, Any] | None = None

@@ -69,6 +69,10 @@ class Job:
     rank_failed: bool = False
     # While set, no new step is scheduled: those in flight come to their end.
     holds_steps: bool = False
+    # No new step is scheduled until it has ended.
+    holds_all_steps: bool = False
+    # It begins when the steps that are in flight have ended, which may need the memory that it takes.
+    fenced: bool = False
 
     @property
     def overdue(self) -> bool:

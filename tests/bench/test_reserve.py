@@ -1,0 +1,102 @@
+"""The benchmark of the prefill reserve: what its tables say, of rounds that were made up."""
+
+import json
+
+import pytest
+from elastic_tools.bench.arms import BenchError
+from elastic_tools.bench.reserve import report
+from elastic_tools.bench.reserve.engine import prompt
+from elastic_tools.bench.reserve.measure import CRASHING, POLICIES, QUICK, Measured, Settings, answered, check_tokens
+
+ERROR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 201326592 bytes."
+MACHINE = {
+    "date": "2026-01-01 00:00 UTC",
+    "command": "scripts/bench reserve",
+    "commit": "0",
+    "cpu": "a CPU",
+    "cores": 2,
+    "memory_gib": 8.0,
+    "kernel": "Linux",
+    "python": "3.11",
+}
+
+
+def one_round(ttft=1000.0, resident=100, resizes=()):
+    reserve = {"reserve_bytes": 64 << 20, "borrowed_blocks": resident - 100}
+    return {
+        "ttft_ms": [ttft, ttft],
+        "busy_gaps_ms": [ttft, 5.0],
+        "quiet_gaps_ms": [5.0] * 9,
+        "decoding": {"blocks": {"resident": resident}, "block_size": 32, "reserve": reserve},
+        "resizes": list(resizes),
+        "output": [1, 2, 3],
+    }
+
+
+def resize(before, after, duration):
+    return {"outcome": "done", "from": before, "to": after, "duration_ms": duration, "pause_ms": duration / 2}
+
+
+@pytest.fixture
+def measured():
+    lent = one_round(1010.0, 140, [resize(100, 140, 30.0), resize(140, 100, 8.0)])
+    rounds = {policy: [one_round()] * 5 for policy in POLICIES} | {"reclaim": [lent] * 5}
+    return Measured(rounds, {"error": ERROR})
+
+
+def rows_of(text):
+    return {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if line.startswith("|")}
+
+
+def test_the_cache_while_requests_decode(measured):
+    rows = rows_of(report.capacity(measured))
+    assert "| 140 | 4,480 | 40 | 64 MiB |" in rows["reclaim"]
+    assert "| 100 | 3,200 | 0 |" in rows["static"]
+
+
+def test_lending_and_taking_back(measured):
+    lines = [line for line in report.resizes(measured).splitlines() if line.startswith("| reclaim")]
+    assert "| lent | 5 | 40 | 30.0 | 15.0 |" in lines[0]
+    assert "| taken back | 5 | 40 | 8.0 | 4.0 |" in lines[1]
+
+
+def test_first_tokens_against_static(measured):
+    rows = rows_of(report.latencies(measured))
+    assert "1.010 (1.010 to 1.010)" in rows["reclaim"]
+    assert "1.000 (1.000 to 1.000)" in rows["adaptive"]
+
+
+def test_the_crash_is_told_and_so_is_its_absence(measured):
+    assert ERROR in report.crash(measured)
+    measured.crash = one_round()
+    assert f"`{CRASHING}` lived" in report.crash(measured)
+
+
+def test_the_reserve_melts_under_tensor_parallelism():
+    row = next(line for line in report.melting().splitlines() if line.startswith("| Llama-3.1-8B | 32,768 |"))
+    sizes = [float(cell) for cell in row.strip("| ").split(" | ")[2:]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 2 * sizes[-1]
+
+
+def test_what_is_written(measured, tmp_path):
+    page, numbers, picture = report.write(Settings(), MACHINE, measured, tmp_path)
+    assert json.loads(numbers.read_text())["rounds"]["reclaim"][0]["ttft_ms"] == [1010.0, 1010.0]
+    assert picture.stat().st_size > 1000
+    assert all(f"## {letter}. " in page.read_text() for letter in "abcdef")
+
+
+def test_tokens_that_differ_are_no_result(measured):
+    check_tokens(measured)
+    measured.rounds["adaptive"] = [one_round() | {"output": [9]}] * 5
+    with pytest.raises(BenchError, match="the tokens of adaptive differ from those of static"):
+        check_tokens(measured)
+    with pytest.raises(BenchError, match="the engine with the policy static ended: no memory"):
+        answered({"error": "no memory"}, "static")
+
+
+@pytest.mark.parametrize("settings", [Settings(), QUICK])
+def test_settings(settings):
+    assert settings.elastic("reclaim")["policy"] == "reclaim"
+    assert settings.elastic(CRASHING)["unsafe_always_lent"]
+    assert prompt(1, 2, settings.most) != prompt(1, 3, settings.most)
