@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from vllm.v1.elastic_kv.page_driver import torch_errors
 
-from vllm.v1.elastic_kv.page_driver import torch_errors
-
 if TYPE_CHECKING:
     from vllm.v1.elastic_kv.arena import KVArena
 

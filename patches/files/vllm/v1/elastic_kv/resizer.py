@@ -257,7 +257,7 @@ class Resizer:
         return (yield from self._agree(job, reports, undo, what))
 
     def _slice(self, job: Job, do: WorkerCall, undo: WorkerCall, what: Sequence[Any]) -> str | None:
-        """Like `_on_all_ranks`, but the engine does nothing in between. How long it takes says how much the next may be."""
+        """Like `_on_all_ranks`, but the engine does nothing in between. Its time says how much the next may be."""
         before_ms = job.result.pause_ms
         error = _at_once(self._on_all_ranks(job, do, undo, what))
         if not error:
