@@ -139,7 +139,7 @@ class TestOutcomes:
         assert brief(answer) == expected
         assert engine.controller.state() == before
         assert engine.controller.take_stats().resizes == []
-        assert calls("attach") == calls("begin_detach") == 0
+        assert calls("begin_attach") == calls("begin_detach") == 0
         real = engine.resize(blocks=blocks)
         assert brief(real) == expected
         assert real["reason"] == answer["reason"]
@@ -307,7 +307,7 @@ class TestFailingRanks:
                     engine.check()
                     engine.close()
 
-    @pytest.mark.parametrize(("blocks", "call", "undo"), [(16, "create", "unmap"), (2, "unmap", "create")])
+    @pytest.mark.parametrize(("blocks", "call", "undo"), [(16, "create", "unmap"), (2, "unmap", "map")])
     def test_ranks_that_cannot_be_brought_together_end_the_engine(self, engine, blocks, call, undo):
         engine.drivers[0].fail(call)
         engine.drivers[1].fail(undo)
@@ -513,7 +513,7 @@ class TestQueue:
 class TestExecutorFailures:
     """What the workers hold is unknown: the engine has to end, not to go on with a guess."""
 
-    @pytest.mark.parametrize("call", ["attach", "measure"])
+    @pytest.mark.parametrize("call", ["begin_attach", "measure"])
     def test_a_time_out_reaches_the_engine_loop(self, engine, call):
         engine.model_executor.time_out_on = call
         with pytest.raises(TimeoutError, match=call):

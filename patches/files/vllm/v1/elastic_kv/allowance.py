@@ -45,7 +45,7 @@ class Allowance:
         self._retry_after = RETRY_SECONDS[0]
 
     def ended(self, done: bool) -> float:
-        """After a change of size. Returns the seconds in which the controller may not try another: none if it is done."""
+        """After a change of size. Returns the seconds in which no other may be tried: none if it is done."""
         first, longest = RETRY_SECONDS
         wait = 0.0 if done else self._retry_after
         self._retry_at = time.monotonic() + wait
