@@ -35,7 +35,8 @@ def detach(arena: KVArena, chunks, aside: bool) -> None:
         return
     arena.begin_detach(chunks)
     assert arena.settle(SETTLE_S)
-    assert arena.end_detach()
+    assert arena.ended()
+    arena.let_go()
 
 
 def chunk_bytes(arena: KVArena, chunk: int) -> list[torch.Tensor]:
@@ -55,6 +56,11 @@ def fill(arena: KVArena, chunk: int, value: int) -> None:
 
 def holds(arena: KVArena, chunk: int, value: int) -> bool:
     return all(bool((part == value).all()) for part in chunk_bytes(arena, chunk))
+
+
+def holds_or_zero(arena: KVArena, chunk: int, value: int) -> bool:
+    """Whether a chunk is as it was, or reads as zero, in each segment: what may be of one that was to leave."""
+    return all(bool((part == value).all()) or not bool(part.any()) for part in chunk_bytes(arena, chunk))
 
 
 def spans(arena: KVArena) -> list[tuple[int, int, str]]:

@@ -9,7 +9,7 @@ from support.cuda_stand_in import cuda_stand_in as device
 from vllm.v1.elastic_kv import cuda_driver, worker_side
 from vllm.v1.elastic_kv.page_driver import OutOfMemoryError, PageDriverError, check_driver, make_driver
 
-from .arenas import SETTLE_S, fill, holds, make_arena
+from .arenas import SETTLE_S, detach, fill, holds, make_arena
 
 PAGE = 4096
 INVALID = 1
@@ -220,13 +220,22 @@ def test_new_pages_are_not_zero_until_they_are_usable(driver):
     driver.unreserve(space, PAGE)
 
 
-def test_an_unmap_that_comes_too_early_is_seen_and_the_arena_makes_none():
-    """Work is in flight: without a wait, the stand-in answers as a GPU whose kernel has lost its page."""
+@pytest.mark.parametrize("aside", [False, True])
+@pytest.mark.parametrize("chunks", [[1], [3, 4]], ids=["a cut", "a whole run"])
+def test_an_unmap_that_comes_too_early_is_seen_and_the_arena_makes_none(monkeypatch, chunks, aside):
+    """Work is in flight. A driver that does not wait for it loses the device, so it is the arena's wait that counts."""
     arena = make_arena(device.StandInDriver())
     arena.attach([0, 1, 2])
+    arena.attach([3, 4])
+    with monkeypatch.context() as patched:
+        patched.setattr(arena.driver, "synchronize", lambda: None)
+        device.submit()
+        with pytest.raises(PageDriverError, match=r"cuMemUnmap .*CUDA_ERROR_ILLEGAL_ADDRESS"):
+            detach(arena, chunks, aside)
+    device.reset()
     device.submit()
-    arena.detach([1])
-    assert arena.attached == {0, 2}
+    detach(arena, chunks, aside)
+    assert arena.attached == set(range(5)) - set(chunks)
     arena.close()
 
 
@@ -321,13 +330,18 @@ def test_a_cut_without_memory_for_it_changes_nothing():
     arena.close()
 
 
-def test_whole_runs_go_first_so_that_others_can_be_cut():
+def test_whole_runs_can_go_where_others_cannot_be_cut():
+    """What goes with a run that cannot be cut stays too: all or nothing. By itself it can go, and makes the memory."""
     arena = make_arena(device.StandInDriver())
     device.reset(nbytes=4 * arena.chunk_bytes)
     arena.attach([0, 1])
     arena.attach([2, 3])
     fill(arena, 0, 7)
-    arena.detach([1, 2, 3])
+    with pytest.raises(OutOfMemoryError, match="0 bytes are available"):
+        arena.detach([1, 2, 3])
+    assert arena.attached == {0, 1, 2, 3}
+    arena.detach([2, 3])
+    arena.detach([1])
     assert arena.attached == {0}
     assert holds(arena, 0, 7)
     arena.close()

@@ -1,6 +1,7 @@
 """An engine core as the controller sees it: a real block pool, a real arena on every rank, and no model."""
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -102,6 +103,7 @@ class Executor:
         self.time_out_on: str | None = None
         self.broken_on: str | None = None
         self.calls: list[str] = []
+        self.after: dict[str, Callable[[], None]] = {}  # done after a call of that name
         self._waiting: deque = deque()
 
     def collective_rpc(self, function, timeout=None, args=(), kwargs=None, non_block=False):
@@ -123,6 +125,7 @@ class Executor:
             future, function, args = self._waiting.popleft()
             try:
                 future.set_result([self._call(worker, function, args) for worker in self.workers])
+                self.after.get(function.__name__, lambda: None)()
             except Exception as error:
                 future.set_exception(error)
 
@@ -149,6 +152,7 @@ class Engine:
         policy="static",
         divisible=False,
         reserve=None,
+        run_chunks=1,
     ) -> None:
         self.layout = make_layout(chunk_blocks, base, start, capacity)
         self.layout.reserve = reserve
@@ -156,7 +160,8 @@ class Engine:
         self.drivers = [FaultyDriver(HostPageDriver() if divisible else Indivisible()) for _ in range(ranks)]
         strides = strides or [4096] * ranks
         self.arenas = [
-            make_arena(self.layout, driver, stride) for driver, stride in zip(self.drivers, strides, strict=True)
+            make_arena(self.layout, driver, stride, run_chunks=run_chunks)
+            for driver, stride in zip(self.drivers, strides, strict=True)
         ]
         self.pool = make_pool(self.layout, enable_kv_cache_events=True)
         self.model_executor = Executor(self.arenas)

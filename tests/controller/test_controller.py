@@ -10,10 +10,10 @@ from vllm.distributed.kv_events import BlockRemoved
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.elastic_kv import accounts
 from vllm.v1.elastic_kv import resizer as resizer_module
-from vllm.v1.elastic_kv.arena import ArenaBrokenError
 from vllm.v1.elastic_kv.controller import ElasticKVController
 from vllm.v1.elastic_kv.host_driver import HostPageDriver
 from vllm.v1.elastic_kv.resizer import RanksDisagreeError
+from vllm.v1.elastic_kv.undo import ArenaBrokenError
 
 from .engine import Engine
 
@@ -139,7 +139,7 @@ class TestOutcomes:
         assert brief(answer) == expected
         assert engine.controller.state() == before
         assert engine.controller.take_stats().resizes == []
-        assert calls("attach") == calls("begin_detach") == 0
+        assert calls("begin_attach") == calls("begin_detach") == 0
         real = engine.resize(blocks=blocks)
         assert brief(real) == expected
         assert real["reason"] == answer["reason"]
@@ -307,7 +307,7 @@ class TestFailingRanks:
                     engine.check()
                     engine.close()
 
-    @pytest.mark.parametrize(("blocks", "call", "undo"), [(16, "create", "unmap"), (2, "unmap", "create")])
+    @pytest.mark.parametrize(("blocks", "call", "undo"), [(16, "create", "unmap"), (2, "unmap", "map")])
     def test_ranks_that_cannot_be_brought_together_end_the_engine(self, engine, blocks, call, undo):
         engine.drivers[0].fail(call)
         engine.drivers[1].fail(undo)
@@ -513,7 +513,7 @@ class TestQueue:
 class TestExecutorFailures:
     """What the workers hold is unknown: the engine has to end, not to go on with a guess."""
 
-    @pytest.mark.parametrize("call", ["attach", "measure"])
+    @pytest.mark.parametrize("call", ["begin_attach", "measure"])
     def test_a_time_out_reaches_the_engine_loop(self, engine, call):
         engine.model_executor.time_out_on = call
         with pytest.raises(TimeoutError, match=call):
@@ -587,7 +587,7 @@ class TestDetachAside:
     def test_a_rank_that_never_gets_on_ends_the_engine(self, engine, held, monkeypatch):
         monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "0")
         engine.drivers[0].hold("unmap")
-        with pytest.raises(TimeoutError, match="2 chunks are not detached on every rank after 0 s"):
+        with pytest.raises(TimeoutError, match="begin_detach of 2 chunks has not ended on every rank after 0 s"):
             engine.controller.poll(wait=True)
         with pytest.raises(TimeoutError):
             engine.controller.poll()
@@ -597,9 +597,73 @@ class TestDetachAside:
     def test_it_is_one_call_however_much_goes(self):
         engine = Engine(start=198, capacity=200)
         assert engine.resize(blocks=2)["outcome"] == "done"
-        assert engine.model_executor.calls == ["begin_detach", "end_detach", "busy", "measure"]
+        assert engine.model_executor.calls == ["begin_detach", "ended", "let_go", "busy", "measure"]
         engine.check()
         engine.close()
+
+
+class TestCuts:
+    """Of runs whose handles cannot be cut, so that what stays is copied, and memory is needed to shrink."""
+
+    @pytest.fixture
+    def engine(self):
+        engine = Engine(start=6, capacity=8, run_chunks=6)
+        yield engine
+        engine.close()
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    @pytest.mark.parametrize("number", range(1, 7))
+    def test_no_memory_for_it_on_one_rank(self, engine, rank, number):
+        """The shrink is refused, and the other rank has what it had without new memory: others may have taken it."""
+        for driver in engine.drivers:
+            driver.out_of_memory = True
+        engine.drivers[rank].fail("create", number, always=True)
+        engine.model_executor.after["ended"] = lambda: engine.drivers[1 - rank].fail("create", always=True)
+        answer = engine.resize(blocks=4)
+        assert brief(answer) == ("refused", 12, 12, 0)
+        assert answer["reason"].startswith(f"rank {rank}: create ")
+        assert count_of(engine, "let_go") == 0
+        for driver in engine.drivers:
+            driver.mend()
+        engine.model_executor.after.clear()
+        engine.check()
+        assert brief(engine.resize(blocks=4)) == ("done", 12, 4, 0)
+        engine.check()
+
+    @pytest.mark.parametrize("number", range(1, 10))
+    def test_no_memory_to_undo_the_other_rank(self, engine, number):
+        """A call fails on one rank, and all other memory is gone by then: what was detached is held until all agree."""
+        engine.drivers[1].fail("unmap", number)
+        engine.model_executor.after["ended"] = lambda: engine.drivers[0].fail("create", always=True)
+        answer = engine.resize(blocks=4)
+        assert brief(answer) == ("refused", 12, 12, 0)
+        assert answer["reason"].startswith("rank 1: unmap ")
+        for driver in engine.drivers:
+            driver.mend()
+        engine.model_executor.after.clear()
+        engine.check()
+        assert brief(engine.resize(blocks=4)) == ("done", 12, 4, 0)
+        engine.check()
+
+
+def count_of(engine, call: str) -> int:
+    return engine.model_executor.calls.count(call)
+
+
+def test_a_grow_takes_as_long_runs_as_there_is_memory_for(engine, monkeypatch):
+    """Where the length of a run is limited, a slice is as long as that: fewer handles, and it has no pause to fear."""
+    monkeypatch.setattr(resizer_module, "PREPARE_BYTES", 1)
+    engine.layout.run_blocks = 8
+    engine.resize(blocks=16)
+    slices = ["prepare", "busy", "begin_attach", "ended"]
+    assert engine.model_executor.calls == ["probe", *slices, *slices, "busy", "measure"]
+    engine.resize(blocks=2)
+    chunk = 2 * engine.controller.state()["bytes"]["per_block"]
+    monkeypatch.setattr(HostPageDriver, "available_bytes", lambda self: 3 * chunk)
+    engine.model_executor.calls.clear()
+    answer = engine.resize(blocks=8)
+    assert answer["outcome"] == "done"
+    assert count_of(engine, "prepare") == 1
 
 
 def test_the_engine_steps_between_two_slices(engine, small_slices):
@@ -613,7 +677,7 @@ def test_the_engine_steps_between_two_slices(engine, small_slices):
         sizes.append(engine.resident_blocks())
     assert sorted(set(sizes)) == [6, 8, 10, 12, 14, 16]  # one chunk of 2 blocks at a time
     assert sizes == sorted(sizes)
-    assert engine.model_executor.calls == ["prepare", "busy", "attach"] * 5 + ["busy", "measure"]
+    assert engine.model_executor.calls == ["prepare", "busy", "begin_attach", "ended"] * 5 + ["busy", "measure"]
 
 
 def test_asking_often_measures_seldom(engine, monkeypatch):
@@ -638,10 +702,10 @@ def test_a_dry_run_of_a_grow_looks_at_the_memory(engine, monkeypatch):
 def test_calls_per_resize(engine):
     """The workers make pages while steps go on, and are asked whether they are ready."""
     engine.resize(blocks=16)
-    assert engine.model_executor.calls == ["prepare", "busy", "attach", "busy", "measure"]
+    assert engine.model_executor.calls == ["prepare", "busy", "begin_attach", "ended", "busy", "measure"]
     engine.model_executor.calls.clear()
     engine.resize(blocks=2)
-    assert engine.model_executor.calls == ["begin_detach", "end_detach", "busy", "measure"]
+    assert engine.model_executor.calls == ["begin_detach", "ended", "let_go", "busy", "measure"]
 
 
 def test_200_random_resizes_with_steps_failures_and_requests(small_slices):

@@ -118,7 +118,7 @@ def test_a_detach_in_the_background_beside_work(driver):
     for value in range(100):
         whole[:size].fill_(value)
     assert arena.settle(60)
-    assert arena.end_detach()
+    assert arena.ended()
     assert (whole[:size] == 99).all()
     assert arena.reported_bytes() == arena.resident_bytes == 4 * arena.chunk_bytes
     arena.close()

@@ -34,9 +34,11 @@ def make_pool(layout: ElasticKVLayout | None = None, **options) -> ElasticBlockP
     return ElasticBlockPool(layout, layout.start_blocks, **options)
 
 
-def make_arena(layout: ElasticKVLayout, driver=None, stride: int = PAGE, segments: int = 3) -> KVArena:
-    """An arena with the chunks attached that the pool begins with. Where handles cannot be cut, each chunk has its own,
-    so that a test can say which call fails."""
+def make_arena(
+    layout: ElasticKVLayout, driver=None, stride: int = PAGE, segments: int = 3, run_chunks: int = 1
+) -> KVArena:
+    """An arena with the chunks attached that the pool begins with. Where handles cannot be cut, each chunk has its own
+    unless `run_chunks` says otherwise, so that a test can say which call fails."""
     size = stride * layout.capacity_blocks
     driver = driver or HostPageDriver()
     arena = KVArena(
@@ -44,7 +46,7 @@ def make_arena(layout: ElasticKVLayout, driver=None, stride: int = PAGE, segment
         [Segment(number * size, stride) for number in range(segments)],
         layout.chunk_blocks,
         layout.capacity_chunks,
-        run_chunks=sys.maxsize if driver.divisible else 1,
+        run_chunks=sys.maxsize if driver.divisible else run_chunks,
     )
     arena.attach(range(layout.start_blocks // layout.chunk_blocks))
     return arena

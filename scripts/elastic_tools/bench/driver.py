@@ -11,7 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vllm.v1.elastic_kv.call_costs import PUBLISHED, CallCosts, best_run_bytes
+from vllm import envs
+from vllm.v1.elastic_kv.call_costs import PUBLISHED, TYPICAL_RESIZE_BYTES, CallCosts, best_run_bytes, save_costs
+from vllm.v1.elastic_kv.cuda_calls import CudaCalls
 from vllm.v1.elastic_kv.cuda_driver import CudaPageDriver
 
 from elastic_tools.bench.report import MIB, RESULTS
@@ -69,6 +71,7 @@ def measure(driver: CudaPageDriver, nbytes: int = 128 * MIB, repeats: int = REPE
         driver.unmap(handle)
         driver.release(handle)
     driver.unreserve(space, 2 * nbytes)
+    date, version = datetime.now(UTC).date().isoformat(), CudaCalls(0)("cuDriverGetVersion", 0)
     cost = {name: round(median(values), 1) for name, values in took.items()}
     return CallCosts(
         create=cost["create"],
@@ -77,26 +80,30 @@ def measure(driver: CudaPageDriver, nbytes: int = 128 * MIB, repeats: int = REPE
         unmap=cost["unmap"],
         release=cost["release"],
         copy_gib_per_s=round(nbytes / median(copies) / 2**30, 1),
-        source=f"measured on {driver.device}, handles of {nbytes // MIB} MiB",
+        source=f"measured on {driver.card}, driver {version}, handles of {nbytes // MIB} MiB, {date}",
     )
 
 
 def rows(costs: CallCosts, nbytes: int, segments: int, margin: int) -> list[dict[str, Any]]:
-    """One row for each way to lay ``nbytes`` out."""
-    run = best_run_bytes(costs, segments, nbytes, margin)
+    """One row for each way to lay ``nbytes`` out. The default is what the engine does without a setting."""
+    run = best_run_bytes(costs, segments, TYPICAL_RESIZE_BYTES, margin * segments)
     pages = nbytes // PAGE
     ways = {
         "pages of 2 MiB": pages // segments,
-        f"runs of {run // MIB} MiB, as the cost model has them with a margin of {margin // MIB} MiB": -(-nbytes // run),
-        "one handle for each segment": 1,
+        "runs of 256 MiB (`run`)": -(-nbytes // (256 * MIB)),
+        f"default: runs of up to {run // MIB:,} MiB": -(-nbytes // run),
     }
     made = []
     for name, runs in ways.items():
         calls = calls_of(segments, runs)
         attach = costs.attach_us(segments, runs)
+        longest = -(-nbytes // runs)
         made.append(
             {
                 "way": name,
+                # A run of one chunk is never cut.
+                "cut_ms": round(costs.cut_us(segments, longest) / 1e3, 1) if longest > PAGE * segments else 0.0,
+                "cut_mib": -(-longest // segments) // MIB if longest > PAGE * segments else 0,
                 "handles": calls.create,
                 **asdict(calls),
                 "attach_calls": calls.create + calls.map + calls.set_access,
@@ -114,14 +121,15 @@ def rows(costs: CallCosts, nbytes: int, segments: int, margin: int) -> list[dict
 def table(made: list[dict[str, Any]]) -> str:
     """The rows in Markdown."""
     lines = [
-        "| layout | create | map | set access | calls of an attach | attach | of which create, ahead of it "
-        "| attach, if create costs by the byte | unmap | detach |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| layout | create | map | set access | calls to attach | attach | of which create, ahead of it "
+        "| attach, if create costs by the byte | unmap | detach | cut | memory for a cut |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {row['way']} | {row['create']:,} | {row['map']:,} | {row['set_access']} | {row['attach_calls']:,} | "
         f"{row['attach_ms']:.1f} ms | {row['of_which_in_the_background_ms']:.1f} ms | "
-        f"{row['attach_ms_if_create_costs_by_the_byte']:.1f} ms | {row['unmap']:,} | {row['detach_ms']:.1f} ms |"
+        f"{row['attach_ms_if_create_costs_by_the_byte']:.1f} ms | {row['unmap']:,} | {row['detach_ms']:.1f} ms | "
+        f"{row['cut_ms']:.1f} ms | {row['cut_mib']} MiB |"
         for row in made
     ]
     return "\n".join(lines)
@@ -138,14 +146,31 @@ def figures(costs: CallCosts) -> str:
     return "\n".join(lines)
 
 
-def report(costs: CallCosts, made: list[dict[str, Any]], mib: int, segments: int) -> str:
+def by_size(costs: CallCosts, segments: int, margin: int) -> str:
+    """The attaches of a grow and their calls by size, in Markdown."""
+    run = best_run_bytes(costs, segments, TYPICAL_RESIZE_BYTES, margin * segments)
+    lines = ["| size | attaches | calls of the longest | calls in all |", "|---|---|---|---|"]
+    for gib in (1, 4, 16, 64):
+        attaches = -(-gib * 1024 * MIB // run)
+        calls = calls_of(segments, 1)
+        each = calls.create + calls.map + calls.set_access
+        lines.append(f"| {gib} GiB | {attaches} | {each} | {attaches * each:,} |")
+    return "\n".join(lines)
+
+
+def report(costs: CallCosts, made: list[dict[str, Any]], mib: int, segments: int, margin: int) -> str:
     """All that is known, in Markdown."""
     text = (
         f"# Driver calls to attach {mib:,} MiB over {segments} segments\n\n{table(made)}\n\n"
         "The counts are those that the stand-in driver counts (`tests/bench/test_driver.py`). Whatever its size, an\n"
         "attach makes up to 8 calls more, for the context and the free memory (`tests/arena/test_cuda_driver.py`).\n"
-        "The engine grows in slices of 256 MiB, each of them an attach, of as many runs as `run` makes of it. Zeroing\n"
-        "what is new is a kernel beside these calls, and is in no column.\n\n"
+        "The engine attaches run by run, at the start as in a grow, so that no attach makes more than 3 calls for\n"
+        "each segment and those 8. How many attaches it takes depends on the size:\n\n"
+        f"{by_size(costs, segments, margin)}\n\n"
+        "Zeroing what is new is a kernel beside these calls, and is in no column. What long runs cost is in the last\n"
+        "two columns: where a part of a run leaves, its handles are copied one after the other, here with half of the\n"
+        "run staying. The engine stands still for that time, and needs as much free memory as one handle has. Whole\n"
+        "runs that leave cost the engine nothing but the call that begins it.\n\n"
         f"Times are counts times costs:\n\n{figures(costs)}\n\n"
     )
     if costs is PUBLISHED:
@@ -155,7 +180,10 @@ def report(costs: CallCosts, made: list[dict[str, Any]], mib: int, segments: int
             "expected. If create costs by the byte, it is the column beside it, most of which is still ahead of the\n"
             "attach, in the background.\n\n"
         )
-    return text + "The cost model (`call_costs.py`) has its figures from this table. Made by `make bench-driver`.\n"
+    return text + (
+        "The cost model (`call_costs.py`) has these figures. On a card that `make bench-driver` has measured, it has\n"
+        "that card's, without being told ([operating](../operating.md#on-a-gpu)). Made by `make bench-driver`.\n"
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -163,13 +191,15 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench driver", description=__doc__)
     parser.add_argument("--mib", type=int, default=4096, help="what is attached (default %(default)s MiB)")
     parser.add_argument("--segments", type=int, default=32, help="over so many (default %(default)s)")
-    parser.add_argument("--margin-mib", type=int, default=256, help="the longest run (default %(default)s MiB)")
+    parser.add_argument("--margin-mib", type=int, default=256, help="the longest handle (default %(default)s MiB)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="where to write (default docs/results)")
     given = parser.parse_args(arguments)
     if given.segments < 1 or given.margin_mib < 1 or given.mib < 2 * given.segments:
         parser.error("at least a segment, a margin of 1 MiB and 2 MiB for each segment are needed")
     try:
-        costs = measure(CudaPageDriver())
+        driver = CudaPageDriver()
+        costs = measure(driver)
+        print(f"bench: for engines on this machine: {save_costs(costs, driver.card, Path(envs.VLLM_CACHE_ROOT))}")
     except ValueError as error:
         print(f"bench: not measured, as published instead: {error}", file=sys.stderr)
         costs = PUBLISHED
@@ -177,7 +207,7 @@ def main(arguments: list[str]) -> int:
     print(table(made))
     given.output.mkdir(parents=True, exist_ok=True)
     name = given.output / "driver-calls"
-    name.with_suffix(".md").write_text(report(costs, made, given.mib, given.segments))
+    name.with_suffix(".md").write_text(report(costs, made, given.mib, given.segments, given.margin_mib * MIB))
     content = {"date": datetime.now(UTC).date().isoformat(), "costs": asdict(costs), "rows": made}
     name.with_suffix(".json").write_text(json.dumps(content, indent=2) + "\n")
     return 0

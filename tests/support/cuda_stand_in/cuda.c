@@ -139,6 +139,14 @@ CUresult cuDeviceGet(CUdevice *device, int ordinal) {
     return leave(CUDA_SUCCESS);
 }
 
+CUresult cuDeviceGetName(char *name, int length, CUdevice device) {
+    ENTER(0);
+    if (device < 0 || device >= num_visible || length <= 0) return leave(CUDA_ERROR_INVALID_DEVICE);
+    strncpy(name, "Stand-In 1000", length);
+    name[length - 1] = 0;
+    return leave(CUDA_SUCCESS);
+}
+
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
     ENTER(0);
     if (device < 0 || device >= DEVICES) return leave(CUDA_ERROR_INVALID_DEVICE);
@@ -352,7 +360,7 @@ CUresult cuGetErrorName(CUresult error, const char **name) {
 
 #define CALL(name) {#name, name, 0, 0, 0, 0, 0}
 static Call calls[CALLS] = {
-    CALL(cuInit), CALL(cuDriverGetVersion), CALL(cuDeviceGetCount), CALL(cuDeviceGet), CALL(cuDeviceGetAttribute),
+    CALL(cuInit), CALL(cuDriverGetVersion), CALL(cuDeviceGetCount), CALL(cuDeviceGet), CALL(cuDeviceGetName), CALL(cuDeviceGetAttribute),
     CALL(cuDevicePrimaryCtxRetain), CALL(cuDevicePrimaryCtxRelease), CALL(cuCtxSetCurrent), CALL(cuCtxGetCurrent),
     CALL(cuCtxPushCurrent), CALL(cuCtxPopCurrent), CALL(cuCtxSynchronize), CALL(cuMemGetInfo), CALL(cuMemGetAllocationGranularity), CALL(cuMemAddressReserve),
     CALL(cuMemAddressFree), CALL(cuMemCreate), CALL(cuMemRelease), CALL(cuMemMap), CALL(cuMemSetAccess),

@@ -111,13 +111,13 @@ class ElasticKVConfig:
 
     margin: int | str = 256 * 2**20
     """GPU memory that is left free when the engine starts with what upstream
-    would have taken: for what is allocated later, and for cutting a run of
-    handles. On a CPU it counts with `memory_budget` alone."""
+    would have taken: for what is allocated later, and for cutting handles, one
+    at a time. On a CPU it counts with `memory_budget` alone."""
 
     run: int | str | None = None
-    """GPU memory of a run of chunks that share handles, at most. A cut needs up
-    to this much free memory. Without it, what the costs of the driver's calls
-    make best, but no more than `margin`."""
+    """GPU memory of a run of chunks that share handles, at most, over all layers.
+    A cut needs as much free memory as one layer has of it. Without it, what the
+    costs of the driver's calls make best, but no more than `margin` for each layer."""
 
     keep: int | str | None = None
     """Released GPU memory to keep at hand for the next growth, at most. It is

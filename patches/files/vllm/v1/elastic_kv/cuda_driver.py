@@ -5,19 +5,19 @@ A call costs about the same for 2 MiB and for 2 GiB, so handles are large: to at
 is to create and map one handle for each segment, to allow access once for each
 contiguous range, and to zero all that is new with one kernel.
 
-The bindings are imported when a driver is made, not with this module.
 Source: CUDA driver API, "Virtual Memory Management" (cuMemCreate and what goes with it).
 """
 
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .cuda_calls import CudaCalls
 from .dlpack import CUDA, tensor_over
-from .page_driver import Ledger, OutOfMemoryError, PageDriver, PageDriverError, torch_errors
+from .ledger import Ledger
+from .page_driver import OutOfMemoryError, PageDriver, PageDriverError, torch_errors
 
 if TYPE_CHECKING:
     import torch
@@ -54,22 +54,18 @@ class CudaPageDriver(PageDriver):
             PageDriverError: The driver refuses.
 
         """
-        try:
-            from cuda.bindings import driver as api
-        except ImportError as error:
-            raise ValueError(f"The page driver 'cuda' needs the package cuda-bindings: {error}.") from error
-        self.device = f"cuda:{ordinal}"
-        self._api: Any = api
+        self._do = CudaCalls(ordinal)
+        api = self._do.api
+        self.device = self._do.name
+        self.card = self._do("cuDeviceGetName", 0, 256, self._do.device).split(b"\0")[0].decode()
         self._keep_bytes = keep_bytes
         self._lock = threading.Lock()  # guards the tables below; the driver's own calls need none
         self._native: dict[int, Any] = {}  # handle -> the driver's
         self._sizes: dict[int, int] = {}
         self._unwritten: set[int] = set()  # handles whose pages are to be zeroed before they are used
         self._kept: dict[int, list[Any]] = defaultdict(list)  # bytes -> the driver's handles
-        self._thread = threading.local()
-        device = self._find(ordinal)
         attribute = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-        if not self._do("cuDeviceGetAttribute", 0, attribute, device):
+        if not self._do("cuDeviceGetAttribute", 0, attribute, self._do.device):
             raise ValueError(f"{self.device} has no virtual memory management, which the page driver 'cuda' needs.")
         self._property = api.CUmemAllocationProp()
         self._property.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -84,9 +80,7 @@ class CudaPageDriver(PageDriver):
         self._granule = int(self._do("cuMemGetAllocationGranularity", 0, self._property, smallest))
         self._ledger = Ledger(self._granule)
         self._dl_device = (CUDA, ordinal)
-        self._context = self._do("cuDevicePrimaryCtxRetain", 0, device)
-        # Not at exit: other threads and libraries may still compute then.
-        weakref.finalize(self, _let_go, api, self._context, device, self._kept).atexit = False
+        weakref.finalize(self, _let_go, self._do, self._kept).atexit = False
 
     @property
     def granule(self) -> int:
@@ -104,20 +98,20 @@ class CudaPageDriver(PageDriver):
 
     def reserve(self, nbytes: int) -> int:
         self._ledger.check_size(nbytes)
-        self._enter()
+        self._do.enter()
         address = int(self._do("cuMemAddressReserve", nbytes, nbytes, 0, 0, 0))
         self._ledger.reserved(address, nbytes)
         return address
 
     def unreserve(self, address: int, nbytes: int) -> None:
         self._ledger.check_unreserve(address, nbytes)
-        self._enter()
+        self._do.enter()
         self._do("cuMemAddressFree", nbytes, address, nbytes)
         self._ledger.unreserved(address)
 
     def create(self, nbytes: int, address: int = 0) -> int:
         self._ledger.check_size(nbytes)
-        self._enter()
+        self._do.enter()
         with self._lock:
             native = self._kept[nbytes].pop() if self._kept.get(nbytes) else None
         if native is None:
@@ -135,7 +129,7 @@ class CudaPageDriver(PageDriver):
 
     def release(self, handle: int) -> None:
         self._ledger.check_release(handle)
-        self._enter()
+        self._do.enter()
         native, nbytes = self._native[handle], self._sizes[handle]
         with self._lock:
             keep = self._count_kept() + nbytes <= self._keep_bytes
@@ -150,7 +144,7 @@ class CudaPageDriver(PageDriver):
 
     def give_up_kept(self) -> int:
         """Give all kept memory back to the device. Returns how much that was, in bytes."""
-        self._enter()
+        self._do.enter()
         given = 0
         while True:
             with self._lock:
@@ -168,7 +162,7 @@ class CudaPageDriver(PageDriver):
 
     def map(self, address: int, handle: int, usable: bool = True) -> None:
         self._ledger.check_map(address, handle)
-        self._enter()
+        self._do.enter()
         nbytes = self._sizes[handle]
         self._do("cuMemMap", nbytes, address, nbytes, 0, self._native[handle], 0)
         self._ledger.mapped(address, handle)
@@ -185,7 +179,7 @@ class CudaPageDriver(PageDriver):
             raise
 
     def make_usable(self, handles: Iterable[int]) -> None:
-        self._enter()
+        self._do.enter()
         places = {handle: (self._ledger.place(handle), self._sizes[handle]) for handle in handles}
         for address, nbytes in _joined(places.values()):
             self._do("cuMemSetAccess", nbytes, address, nbytes, [self._access], 1)
@@ -193,14 +187,14 @@ class CudaPageDriver(PageDriver):
             new = [handle for handle in places if handle in self._unwritten]
         if new:
             nbytes = sum(places[handle][1] for handle in new)
-            with self._in_context(), torch_errors("zero_", nbytes, self.device):
+            with self._do.in_context(), torch_errors("zero_", nbytes, self.device):
                 self._zero(sorted(places[handle] for handle in new))
             with self._lock:
                 self._unwritten.difference_update(new)
 
     def unmap(self, handle: int) -> None:
         self._ledger.check_unmap(handle)
-        self._enter()
+        self._do.enter()
         nbytes = self._sizes[handle]
         self._do("cuMemUnmap", nbytes, self._ledger.place(handle), nbytes)
         self._ledger.unmapped(handle)
@@ -210,21 +204,21 @@ class CudaPageDriver(PageDriver):
 
     def synchronize(self) -> None:
         """Wait for all streams of the context. The caller has seen to it that none is being captured."""
-        with self._in_context():
+        with self._do.in_context():
             self._do("cuCtxSynchronize", 0)
 
     def available_bytes(self) -> int:
-        with self._in_context():
+        with self._do.in_context():
             return int(self._do("cuMemGetInfo", 0)[0]) + self.kept_bytes
 
     def total_bytes(self) -> int:
-        with self._in_context():
+        with self._do.in_context():
             return int(self._do("cuMemGetInfo", 0)[1])
 
     def reported_bytes(self, address: int, nbytes: int) -> int:
         """Asks the driver about each mapping that there should be, and about each gap between them."""
         reported, at = 0, address
-        with self._in_context():
+        with self._do.in_context():
             for start, end in self._ledger.pieces(address, address + nbytes):
                 if at < start and self._is_mapped(at):
                     reported += self._granule
@@ -264,72 +258,21 @@ class CudaPageDriver(PageDriver):
             torch.as_strided(words, (len(group), nbytes // 8), (step, 1)).zero_()
 
     def _is_mapped(self, address: int) -> bool:
-        attribute = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MAPPED
+        attribute = self._do.api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MAPPED
         return bool(self._do("cuPointerGetAttribute", 0, attribute, address))
 
     def _count_kept(self) -> int:
         """`kept_bytes`, for callers that hold the lock."""
         return sum(nbytes * len(handles) for nbytes, handles in self._kept.items())
 
-    def _find(self, ordinal: int) -> Any:
-        """The driver's own name for a device."""
-        try:
-            self._do("cuInit", 0, 0)
-        except PageDriverError as error:
-            if error.code == "CUDA_ERROR_NO_DEVICE":
-                raise ValueError("The page driver 'cuda' needs an NVIDIA GPU, and the driver finds none.") from error
-            raise
-        except RuntimeError as error:  # the bindings' own, when they load the library
-            raise ValueError(
-                f"The page driver 'cuda' needs NVIDIA's driver library, and there is none: {error}"
-            ) from error
-        count = self._do("cuDeviceGetCount", 0)
-        if not 0 <= ordinal < count:
-            raise ValueError(f"The page driver 'cuda' finds {count} devices, so that there is no device {ordinal}.")
-        return self._do("cuDeviceGet", 0, ordinal)
 
-    def _enter(self) -> None:
-        """See to it that the calling thread has a context.
-
-        Which one it is does not matter to calls that name the device or an address, so it is enough to look once,
-        and an attach makes no more calls for it.
-        """
-        if not getattr(self._thread, "entered", False):
-            if not int(self._do("cuCtxGetCurrent", 0)):
-                self._do("cuCtxSetCurrent", 0, self._context)
-            self._thread.entered = True
-
-    @contextmanager
-    def _in_context(self) -> Iterator[None]:
-        """The calling thread works in the device's context, and is back in its own, or in none, afterwards."""
-        if int(self._do("cuCtxGetCurrent", 0)) == int(self._context):
-            yield
-            return
-        self._do("cuCtxPushCurrent", 0, self._context)
-        try:
-            yield
-        finally:
-            self._do("cuCtxPopCurrent", 0)
-
-    def _do(self, call: str, nbytes: int, *arguments: Any) -> Any:
-        """Call the driver. Returns what it gives: nothing, a value, or several."""
-        code, *values = getattr(self._api, call)(*arguments)
-        results = self._api.CUresult
-        if code != results.CUDA_SUCCESS:
-            kind = OutOfMemoryError if code == results.CUDA_ERROR_OUT_OF_MEMORY else PageDriverError
-            name = getattr(code, "name", str(code))
-            raise kind(call, name, nbytes, self.device)
-        return values[0] if len(values) == 1 else values
-
-
-def _let_go(api: Any, context: Any, device: Any, kept: dict[int, list[Any]]) -> None:
+def _let_go(do: CudaCalls, kept: dict[int, list[Any]]) -> None:
     """Give back what a driver has when nobody uses it any more. Nobody is there to tell of a failure."""
-    api.cuCtxPushCurrent(context)
+    do.api.cuCtxPushCurrent(do.context)
     for handles in kept.values():
         while handles:
-            api.cuMemRelease(handles.pop())
-    api.cuCtxPopCurrent()
-    api.cuDevicePrimaryCtxRelease(device)
+            do.api.cuMemRelease(handles.pop())
+    do.api.cuCtxPopCurrent()
 
 
 def _joined(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

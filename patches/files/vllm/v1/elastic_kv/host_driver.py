@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import host_memory
-from .page_driver import Ledger, OutOfMemoryError, PageDriver, PageDriverError
+from .ledger import Ledger
+from .page_driver import OutOfMemoryError, PageDriver, PageDriverError
 
 if TYPE_CHECKING:
     import torch

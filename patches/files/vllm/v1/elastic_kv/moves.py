@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-
 from vllm.v1.elastic_kv.page_driver import torch_errors
 
 if TYPE_CHECKING:
@@ -87,14 +86,22 @@ def repoint(model_runner: Any, moved: dict[int, int], num_blocks: int) -> None:
         moved: New block id by old one. No new id is also an old one.
         num_blocks: Above every block id.
 
+    Raises:
+        PageDriverError: The device has too little memory for it. No table has changed.
+
     """
     new_ids = np.arange(num_blocks, dtype=np.int32)
     new_ids[list(moved)] = list(moved.values())
     if _is_v2(model_runner):
         # [num_blocks] on the device of the tables, which are [max_num_reqs, max_num_blocks].
-        for table in model_runner.block_tables.block_tables:
-            lookup = torch.from_numpy(new_ids).to(table.gpu.device)
-            table.gpu.copy_(lookup[table.gpu.long()])
+        tables = [table.gpu for table in model_runner.block_tables.block_tables]
+        device = tables[0].device
+        with torch_errors("repoint", 2 * sum(table.nbytes for table in tables), str(device)):
+            lookup = torch.from_numpy(new_ids).to(device)
+            # All that takes memory comes first.
+            changed = [lookup[table] for table in tables]
+            for table, ids in zip(tables, changed, strict=True):
+                table.copy_(ids)
         return
     for request in model_runner.requests.values():
         for ids in request.block_ids:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
+from vllm.v1.elastic_kv.runs import runs_of
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 if TYPE_CHECKING:
@@ -31,9 +32,10 @@ class Residency:
         _BY_ADDRESS[buffer.untyped_storage().data_ptr()] = self
 
     def mark(self, chunks: Iterable[int], resident: bool) -> None:
-        """Say that chunks have memory, or are about to lose it."""
+        """Say that chunks have memory, or are about to lose it. Takes no memory of the device for that."""
         by_chunk = self.resident.view(-1, self._chunk_blocks)
-        by_chunk[torch.tensor(list(chunks), dtype=torch.long, device=by_chunk.device)] = int(resident)
+        for run in runs_of(chunks):
+            by_chunk[run.first : run.end].fill_(int(resident))
 
     def count(self, rows: int) -> torch.Tensor:
         """The counters, int32, for batches of up to `rows` requests."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the cache grows and shrinks: the steps of a transaction, over all ranks.
 
-- Grow: make pages on all ranks, in the background; attach them on all ranks; if a rank
-  fails, take back what the others did; publish the blocks.
+- Grow: make pages on all ranks and attach them, in the background; if a rank fails,
+  detach on the others; publish the blocks.
 - Shrink: withdraw the blocks; move the live ones, with no step in flight; wait for the
   steps that were in flight, since they may still touch the chunks; detach on all ranks,
-  in the background; if a rank fails, attach again and publish.
+  in the background; give the memory back, or if a rank fails, attach it again and publish.
 
 Between the slices of a transaction the engine steps.
 """
@@ -89,8 +89,7 @@ class Resizer:
             missing = cdiv(max(0, plan.shortfall - freed), chunk_blocks) if victims else plan.missing
             result.after += (change + missing) * chunk_blocks
             return job.end(*_outcome_of_shrink(-change - missing, missing))
-        probes: list[ProbeReport] = yield call(self._executor, worker_side.probe, self._pool.layout.driver)
-        available = min(probe["available_bytes"] for probe in probes) // self._pool.layout.ranks_sharing
+        available = yield from self._available_bytes()
         fits = min(change, available // self._chunk_bytes)
         result.after += fits * chunk_blocks
         if fits == change:
@@ -100,10 +99,14 @@ class Resizer:
     def grow(self, job: Job, chunks: Sequence[int]) -> Transaction:
         """Attach `chunks` and publish their blocks, slice by slice."""
         size = max(1, PREPARE_BYTES // self._chunk_bytes)
+        if run_blocks := self._pool.layout.run_blocks:
+            # As long as a run may be, for fewer handles, but no longer than what there is memory for.
+            fits = (yield from self._available_bytes()) // self._chunk_bytes
+            size = max(size, min(run_blocks // self._pool.layout.chunk_blocks, fits))
         for first in range(0, len(chunks), size):
             part = chunks[first : first + size]
             error = yield from self._prepare(job, part)
-            error = error or (yield from self._on_all_ranks(job, worker_side.attach, worker_side.detach, part))
+            error = error or (yield from self._aside(job, worker_side.begin_attach, worker_side.detach, part))
             if error:
                 yield call(self._executor, worker_side.discard)
                 return job.end("partial" if first else "refused", error)
@@ -175,18 +178,27 @@ class Resizer:
         """Detach chunks that were emptied, while the engine goes on. Returns why it could not be done."""
         # From here on their pages go, even if the caller's time is up: nothing uses them any more.
         yield Fence(self._engine)
-        job.result.pause_ms += max((yield call(self._executor, worker_side.begin_detach, chunks)))
-        longest = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
-        end = time.monotonic() + longest
-        reports = yield from self._look(worker_side.end_detach, all, lambda: time.monotonic() > end)
-        ended = [report for report in reports if report is not None]
-        if len(ended) < len(reports):
-            raise TimeoutError(f"{len(chunks)} chunks are not detached on every rank after {longest} s")
-        error = yield from self._agree(job, ended, worker_side.attach, chunks)
+        error = yield from self._aside(job, worker_side.begin_detach, worker_side.take_back, chunks)
         if not error:
+            yield call(self._executor, worker_side.let_go)
             with Pause(job):
                 self._pool.retire(chunks)
         return error
+
+    def _aside(
+        self, job: Job, begin: Callable[[Any, Sequence[int]], float], undo: WorkerCall, chunks: Sequence[int]
+    ) -> Generator[Waitable, Any, str | None]:
+        """Attach or detach on every rank, or on none, while the engine goes on. Returns why it was none."""
+        job.result.pause_ms += max((yield call(self._executor, begin, chunks)))
+        longest = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        end = time.monotonic() + longest
+        reports = yield from self._look(worker_side.ended, all, lambda: time.monotonic() > end)
+        ended = [report for report in reports if report is not None]
+        if len(ended) < len(reports):
+            raise TimeoutError(
+                f"{begin.__name__} of {len(chunks)} chunks has not ended on every rank after {longest} s"
+            )
+        return (yield from self._agree(job, ended, undo, chunks))
 
     def _move(self, job: Job) -> Generator[Waitable, Any, str | None]:
         """Move a slice of live blocks out of leaving chunks. Returns why it could not be done."""
@@ -215,6 +227,11 @@ class Resizer:
         yield from self._look(worker_side.busy, _all_idle, lambda: job.overdue)
         return f"not done within {job.request.timeout_s:g} s" if job.overdue else None
 
+    def _available_bytes(self) -> Generator[Waitable, Any, int]:
+        """Memory that each rank can have now."""
+        probes: list[ProbeReport] = yield call(self._executor, worker_side.probe, self._pool.layout.driver)
+        return min(probe["available_bytes"] for probe in probes) // self._pool.layout.ranks_sharing
+
     def _look(
         self, function: Callable[[Any], T], ended: Callable[[list[T]], bool], give_up: Callable[[], bool]
     ) -> Generator[Waitable, Any, list[T]]:
@@ -240,7 +257,7 @@ class Resizer:
         return (yield from self._agree(job, reports, undo, what))
 
     def _slice(self, job: Job, do: WorkerCall, undo: WorkerCall, what: Sequence[Any]) -> str | None:
-        """Like `_on_all_ranks`, but the engine does nothing in between. How long it takes says how much the next may be."""
+        """Like `_on_all_ranks`, but the engine does nothing in between. Its time says how much the next may be."""
         before_ms = job.result.pause_ms
         error = _at_once(self._on_all_ranks(job, do, undo, what))
         if not error:

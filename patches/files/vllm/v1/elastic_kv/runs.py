@@ -3,17 +3,29 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Piece(NamedTuple):
+    """A handle, and how many chunks of a run it holds in one segment."""
+
+    handle: int
+    chunks: int
 
 
 @dataclass(eq=False)
 class Run:
-    """The chunks from `first` to `first + count - 1`, with one handle for each segment."""
+    """The chunks from `first` to `first + count - 1`.
+
+    In each segment one handle holds all of them. Where cutting the run failed half-way, there are
+    more of them in some segments, in the order of the chunks.
+    """
 
     first: int
     count: int
-    handles: list[int] = field(default_factory=list)
+    pieces: list[list[Piece]] = field(default_factory=list)  # by segment; fewer than there are while they are made
     # For pages that are made in the background: whether that has ended, and how.
     made: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
@@ -26,6 +38,10 @@ class Run:
     @property
     def chunks(self) -> range:
         return range(self.first, self.end)
+
+    @property
+    def handles(self) -> list[int]:
+        return [piece.handle for pieces in self.pieces for piece in pieces]
 
 
 def runs_of(chunks: Iterable[int], longest: int = sys.maxsize) -> list[Run]:
@@ -42,9 +58,9 @@ def runs_of(chunks: Iterable[int], longest: int = sys.maxsize) -> list[Run]:
 class RunTable:
     """Runs, found by the chunks that they are made of."""
 
-    def __init__(self, split: Callable[[Run, int], list[int]]) -> None:
-        """`split` cuts the handles of a run behind a number of chunks, and returns those of the rest."""
-        self._split = split
+    def __init__(self, cut: Callable[[Run, Sequence[Run], frozenset[int]], None]) -> None:
+        """`cut` gives the handles of a run to the parts of it, given which chunks nobody needs any more."""
+        self._cut = cut
         self._of: dict[int, Run] = {}  # chunk -> its run
 
     def __contains__(self, chunk: int) -> bool:
@@ -74,23 +90,22 @@ class RunTable:
         return list(dict.fromkeys(self._of[chunk] for chunk in chunks if chunk in self._of))
 
     def take(self, chunks: Iterable[int]) -> list[Run]:
-        """The runs that are exactly `chunks`, all of which are in the table. Longer runs are cut."""
-        runs = []
-        for wanted in runs_of(chunks):
-            chunk = wanted.first
-            while chunk < wanted.end:
-                run = self._of[chunk]
-                if run.first < chunk:
-                    run = self._cut(run, chunk)
-                if run.end > wanted.end:
-                    self._cut(run, wanted.end)
-                runs.append(run)
-                chunk = run.end
-        return runs
+        """The runs that are exactly `chunks`, all of which are in the table. Longer runs are cut.
 
-    def _cut(self, run: Run, chunk: int) -> Run:
-        """Cut a run before `chunk`. Returns the part that begins there."""
-        rest = Run(chunk, run.end - chunk, self._split(run, chunk - run.first), run.made)
-        run.count -= rest.count
-        self.add(rest)
-        return rest
+        Where a cut fails, the run is in the table as before, and those that were cut are in parts.
+        """
+        wanted = frozenset(chunks)
+        ordered = sorted(wanted)
+        for run in self.touched(ordered):
+            if wanted.issuperset(run.chunks):
+                continue
+            parts: list[Run] = []
+            for chunk in run.chunks:
+                if parts and (chunk in wanted) == (chunk - 1 in wanted):
+                    parts[-1].count += 1
+                else:
+                    parts.append(Run(chunk, 1, made=run.made))
+            self._cut(run, parts, wanted)
+            for part in parts:
+                self.add(part)
+        return self.touched(ordered)

@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import (
     update_kv_cache_capacity,
 )
 from vllm.v1.elastic_kv import worker_side
-from vllm.v1.elastic_kv.call_costs import PUBLISHED, best_run_bytes
+from vllm.v1.elastic_kv.call_costs import PUBLISHED, TYPICAL_RESIZE_BYTES, CallCosts, best_run_bytes
 from vllm.v1.elastic_kv.layout import ElasticKVLayout, chunk_blocks_of, segments_of
 from vllm.v1.elastic_kv.reserve_start import check_own, fit_into_budget, measure_reserve
 from vllm.v1.elastic_kv.resizer import call
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 logger = init_logger(__name__)
-
-_TYPICAL_RESIZE_BYTES = 1 << 30
 
 
 def make_elastic(
@@ -88,7 +86,7 @@ def make_elastic(
                 kv_cache_config,
                 num_blocks=layout.start_blocks,
                 kv_cache_tensors=at_capacity.kv_cache_tensors,
-                elastic_kv=replace(layout, available_bytes=probe["available_bytes"]),
+                elastic_kv=replace(layout, available_bytes=probe["available_bytes"] + probe["spare_bytes"]),
             )
         )
     return elastic
@@ -104,7 +102,9 @@ def commit_start(
 
     Until here only the base is resident, where the driver is CUDA's. What warming up and
     capturing graphs took is measured, not guessed, and `start` is lessened by it and by the
-    margin. A `start` that was asked for, or `--kv-cache-memory-bytes`, stays as it is.
+    margin. What torch holds and nobody uses is not taken: it is for what a step computes, such as the
+    sampler's buffers, which upstream has left room for already. A `start` that was asked for, or
+    `--kv-cache-memory-bytes`, stays as it is.
 
     Args:
         vllm_config: The engine's configuration.
@@ -144,7 +144,7 @@ def _attach_start(
     elif vllm_config.cache_config.kv_cache_memory_bytes is None:
         probes = call(executor, worker_side.probe, layout.driver).result()
         blocks = min(
-            _start_after_warm_up(kv_cache_config, probe["available_bytes"], config.size("margin") or 0, layout.reserve)
+            _start_after_warm_up(kv_cache_config, probe, config.size("margin") or 0, layout.reserve)
             for kv_cache_config, probe in zip(kv_cache_configs, probes, strict=True)
         )
         if blocks < layout.base_blocks:
@@ -154,9 +154,13 @@ def _attach_start(
             )
         layout.start_blocks = blocks
     chunks = range(layout.first_blocks // layout.chunk_blocks, layout.start_blocks // layout.chunk_blocks)
-    reports = call(executor, worker_side.attach, chunks).result()
-    if failed := [f"rank {report['rank']}: {report['error']}" for report in reports if report["error"]]:
-        raise ValueError(f"The elastic KV cache cannot begin with {layout.start_blocks} blocks: {'; '.join(failed)}.")
+    size = (layout.run_blocks or layout.start_blocks) // layout.chunk_blocks
+    for first in range(0, len(chunks), size):
+        reports = call(executor, worker_side.attach, chunks[first : first + size]).result()
+        if failed := [f"rank {report['rank']}: {report['error']}" for report in reports if report["error"]]:
+            raise ValueError(
+                f"The elastic KV cache cannot begin with {layout.start_blocks} blocks: {'; '.join(failed)}."
+            )
     scheduler_kv_cache_config.num_blocks = layout.start_blocks
     vllm_config.cache_config.num_gpu_blocks = layout.start_blocks
     update_kv_cache_capacity(vllm_config, scheduler_kv_cache_config)
@@ -164,7 +168,7 @@ def _attach_start(
 
 
 def _start_after_warm_up(
-    kv_cache_config: "KVCacheConfig", available_bytes: int, margin: int, reserve: "Reserve | None" = None
+    kv_cache_config: "KVCacheConfig", probe: "ProbeReport", margin: int, reserve: "Reserve | None" = None
 ) -> int:
     """Blocks that a rank can start with, in whole chunks. A reserve that was measured is left free beside them."""
     layout = kv_cache_config.elastic_kv
@@ -172,9 +176,10 @@ def _start_after_warm_up(
     assert layout.first_blocks is not None
     nbytes = _bytes_per_capacity_block(kv_cache_config, layout)
     resident = layout.first_blocks * nbytes
-    taken = max(0, layout.available_bytes - available_bytes - resident)
+    available = probe["available_bytes"]
+    taken = max(0, layout.available_bytes - available - probe["spare_bytes"] - resident)
     planned = layout.start_blocks * nbytes - taken - margin
-    free = available_bytes + resident - margin - (0 if reserve is None else reserve.nbytes)
+    free = available + resident - margin - (0 if reserve is None else reserve.nbytes)
     return round_down(max(0, min(planned, free)) // nbytes, layout.chunk_blocks)
 
 
@@ -249,17 +254,28 @@ def _layout(
     if config.memory_budget is not None:
         layout.first_blocks = base_blocks
     if layout.driver == "cuda":
-        segments = len(segments_of(kv_cache_configs[0].kv_cache_tensors, kv_cache_configs[0].num_blocks))
+        segments = segments_of(kv_cache_configs[0].kv_cache_tensors, kv_cache_configs[0].num_blocks)
+        costs = probes[0]["costs"] or PUBLISHED
+        run_bytes = _run_bytes(config, [segment.stride for segment in segments], costs)
         layout.first_blocks = base_blocks
-        layout.run_blocks = max(round_down(_run_bytes(config, segments) // largest, chunk), chunk)
+        layout.run_blocks = max(round_down(run_bytes // largest, chunk), chunk)
+        logger.info("Elastic KV cache: handles for up to %d blocks; calls cost: %s", layout.run_blocks, costs.source)
         layout.keep_bytes = config.size("keep") or 0
     return layout
 
 
-def _run_bytes(config: "ElasticKVConfig", segments: int) -> int:
-    """Bytes of a run of handles: as configured, or by the cost model. A cut needs as much from the margin."""
-    margin = config.size("margin") or 0
-    return config.size("run") or best_run_bytes(PUBLISHED, segments, _TYPICAL_RESIZE_BYTES, margin)
+def _run_bytes(config: "ElasticKVConfig", strides: Sequence[int], costs: CallCosts) -> int:
+    """Bytes of a run of handles: as configured, or by the cost model. A cut copies handle by handle, so that the
+    longest one of a run has to fit into the margin.
+
+    Args:
+        config: The user's.
+        strides: Bytes of a block in each segment.
+        costs: Of the driver's calls.
+
+    """
+    longest = (config.size("margin") or 0) * sum(strides) // max(strides)
+    return config.size("run") or best_run_bytes(costs, len(strides), TYPICAL_RESIZE_BYTES, longest)
 
 
 def _chunk_blocks(

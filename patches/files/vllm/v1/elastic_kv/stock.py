@@ -3,14 +3,18 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from .background import Background
 from .page_driver import OutOfMemoryError, PageDriver, PageDriverError
-from .runs import Run, RunTable
+from .places import Places
+from .runs import Piece, Run, RunTable
 
 logger = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0  # how long to wait for memory, or for mappings, that are just being given back
+_MAKING_S = 60.0  # how long to wait for pages that are being made
 
 
 class PageStock:
@@ -23,16 +27,16 @@ class PageStock:
     def __init__(
         self,
         driver: PageDriver,
-        places: Callable[[Run], list[tuple[int, int]]],
-        split: Callable[[Run, int], list[int]],
+        places: Places,
+        cut: Callable[[Run, Sequence[Run], frozenset[int]], None],
         ranks_sharing: int,
     ) -> None:
         """Make an empty stock.
 
         Args:
             driver: Makes the pages.
-            places: Address and bytes of a run in each segment.
-            split: Cuts the handles of a run, as `RunTable` asks for it.
+            places: Where chunks lie.
+            cut: Cuts a run, as `RunTable` asks for it.
             ranks_sharing: Stocks that take their pages from the same memory, this one among them.
 
         """
@@ -40,7 +44,7 @@ class PageStock:
         self._driver = driver
         self._places = places
         self._ranks_sharing = ranks_sharing
-        self._prepared = RunTable(split)
+        self._prepared = RunTable(cut)
         # Guards what both threads change: the handles of runs in the making, and the table of unreleased ones.
         self._lock = threading.RLock()
         self._unreleased: dict[int, int] = {}  # handle -> bytes
@@ -54,11 +58,7 @@ class PageStock:
     def prepared_bytes(self) -> int:
         """Memory that is held for chunks which are not attached yet."""
         with self._lock:
-            return sum(
-                nbytes
-                for run in self._prepared.runs
-                for _, (_, nbytes) in zip(run.handles, self._places(run), strict=False)
-            )
+            return sum(nbytes for run in self._prepared.runs for *_, nbytes in self._places.pieces(run))
 
     @property
     def promised_bytes(self) -> int:
@@ -68,7 +68,7 @@ class PageStock:
                 nbytes
                 for run in self._prepared.runs
                 if not run.made.is_set()
-                for _, nbytes in self._places(run)[len(run.handles) :]
+                for _, nbytes in self._places.of(run)[len(run.pieces) :]
             )
 
     @property
@@ -102,6 +102,21 @@ class PageStock:
         if nbytes > available:
             hint = f"{available} bytes are available to each rank"
             raise OutOfMemoryError("attach", "out of memory", nbytes, self._driver.device, hint)
+
+    def demand(self, nbytes: int) -> None:
+        """Make sure that so much memory can be had. Waits for pages on their way back: they are not lost, only late.
+
+        Raises:
+            OutOfMemoryError: There is less.
+
+        """
+        if not nbytes:
+            return
+        available = self.available_bytes()
+        if nbytes > available and self.background.busy:
+            self.await_releases()
+            available = self.available_bytes()
+        self.check(nbytes, available)
 
     def make(self, run: Run) -> None:
         """Create the pages of `run` at once, all or none."""
@@ -140,12 +155,15 @@ class PageStock:
 
         Raises:
             OutOfMemoryError, PageDriverError: Some could not be made. They are not prepared any more.
+                Or it takes too long: then they may still come to be prepared.
 
         """
         chunks = list(chunks)
         runs = self._prepared.touched(chunks)
         for run in runs:
-            run.made.wait()
+            if not run.made.wait(_MAKING_S):
+                hint = f"pages are still being made after {_MAKING_S:.0f} s"
+                raise PageDriverError("create", "timed out", self._places.bytes_of([run]), self._driver.device, hint)
         error = next((run.error for run in runs if run.error is not None), None)
         if error is not None:
             self.drop_failed()
@@ -174,15 +192,21 @@ class PageStock:
         if self._unreleased:
             self.background.submit(self._release)
 
-    def await_releases(self, timeout_s: float) -> None:
+    def release(self, handle: int, nbytes: int) -> None:
+        """Release an unmapped handle at once. Where that fails, it is tried again later."""
+        if not self._try_release(handle):
+            with self._lock:
+                self._unreleased[handle] = nbytes
+
+    def await_releases(self) -> None:
         """Wait for what is on its way back, or give it back at once where it is the background that asks."""
         if self.background.is_current:
             self._release()
         else:
-            self.background.settle(timeout_s)
+            self.background.settle(PATIENCE_S)
 
     def _create(self, run: Run) -> None:
-        for address, nbytes in self._places(run):
+        for address, nbytes in self._places.of(run):
             if run.unwanted:
                 return
             handle = self._driver.create(nbytes, address)
@@ -190,12 +214,11 @@ class PageStock:
                 if run.unwanted:
                     self._unreleased[handle] = nbytes
                 else:
-                    run.handles.append(handle)
+                    run.pieces.append([Piece(handle, run.count)])
 
     def _make_prepared(self, run: Run) -> None:
         try:
-            nbytes = sum(nbytes for _, nbytes in self._places(run))
-            self.check(nbytes, self._driver.available_bytes() // self._ranks_sharing)
+            self.check(self._places.bytes_of([run]), self._driver.available_bytes() // self._ranks_sharing)
             self._create(run)
         except Exception as error:
             self._reject(run)
@@ -208,18 +231,21 @@ class PageStock:
     def _reject(self, run: Run) -> None:
         with self._lock:
             run.unwanted = True
-            sizes = [nbytes for _, nbytes in self._places(run)]
-            self._unreleased.update(zip(run.handles, sizes, strict=False))
-            run.handles.clear()
+            self._unreleased.update({handle: nbytes for handle, _, nbytes in self._places.pieces(run)})
+            run.pieces.clear()
 
     def _release(self) -> None:
         with self._lock:
             handles = list(self._unreleased)
         for handle in handles:
-            try:
-                self._driver.release(handle)
-            except PageDriverError as error:
-                logger.warning("Elastic KV cache: memory could not be given back, to be tried again: %s", error)
-            else:
+            if self._try_release(handle):
                 with self._lock:
                     del self._unreleased[handle]
+
+    def _try_release(self, handle: int) -> bool:
+        try:
+            self._driver.release(handle)
+        except PageDriverError as error:
+            logger.warning("Elastic KV cache: memory could not be given back, to be tried again: %s", error)
+            return False
+        return True

@@ -6,14 +6,18 @@ worker, and gets plain values back: what went wrong on a rank is part of its rep
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.v1.elastic_kv.arena import KVArena
+from vllm.v1.elastic_kv.call_costs import CallCosts, costs_of
 from vllm.v1.elastic_kv.layout import segments_of
 from vllm.v1.elastic_kv.moves import check_runner, copy_blocks, repoint
 from vllm.v1.elastic_kv.page_driver import PageDriver, PageDriverError, make_driver, node_name
 from vllm.v1.elastic_kv.residency import Residency, report_faults
+from vllm.v1.elastic_kv.torch_memory import spare_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +35,9 @@ class ProbeReport(TypedDict):
     granule: int
     max_mappings: int | None
     available_bytes: int
+    spare_bytes: int  # torch has them from the device, and nobody uses them
     total_bytes: int
+    costs: CallCosts | None  # of the driver's calls; None where handles can be cut
 
 
 class RankReport(TypedDict):
@@ -106,7 +112,9 @@ def probe(worker: Any, driver: str) -> ProbeReport:
         granule=page_driver.granule,
         max_mappings=page_driver.max_mappings,
         available_bytes=page_driver.available_bytes(),
+        spare_bytes=spare_bytes(worker.device),
         total_bytes=page_driver.total_bytes(),
+        costs=costs_of(page_driver.card, Path(envs.VLLM_CACHE_ROOT)) if page_driver.card else None,
     )
 
 
@@ -149,9 +157,16 @@ def with_faults(worker: Any, output: Any) -> Any:
     return report_faults(worker.model_runner.kv_cache_config.elastic_kv.residency, output)
 
 
+def begin_attach(worker: Any, chunks: Sequence[int]) -> float:
+    """Start to `attach` on this rank while steps go on. Returns the milliseconds that it took."""
+    start = time.perf_counter()
+    _arena(worker).begin_attach(chunks)
+    return (time.perf_counter() - start) * 1000
+
+
 def begin_detach(worker: Any, chunks: Sequence[int]) -> float:
-    """Start to `detach` on this rank while steps go on, which do not touch `chunks` any more.
-    Returns the milliseconds that it took. `end_detach` tells what failed.
+    """Start to `detach` on this rank while steps go on, which do not touch `chunks` any more. The pages are held
+    until `let_go` or `take_back`. Returns the milliseconds that it took. `ended` tells what failed.
     """
     start = time.perf_counter()
     _residency(worker).mark(chunks, False)
@@ -159,21 +174,36 @@ def begin_detach(worker: Any, chunks: Sequence[int]) -> float:
     return (time.perf_counter() - start) * 1000
 
 
-def end_detach(worker: Any) -> RankReport | None:
-    """How the detach went that was begun last on this rank; None while it goes on."""
-    ended = True
+def ended(worker: Any) -> RankReport | None:
+    """How it went what was begun last on this rank; None while it goes on."""
+    has_ended = True
 
     def do(arena: KVArena) -> None:
-        nonlocal ended
+        nonlocal has_ended
         try:
-            ended = arena.end_detach()
-        except PageDriverError:
-            # It was undone, so they have memory again.
-            _residency(worker).mark(arena.attached, True)
-            raise
+            has_ended = arena.ended()
+        finally:
+            # What was attached, and what a failure left attached. What is on its way has no mark yet, or none any more.
+            if has_ended:
+                _residency(worker).mark(arena.attached, True)
 
     report = _report(worker, do)
-    return report if ended else None
+    return report if has_ended else None
+
+
+def let_go(worker: Any) -> RankReport:
+    """Give back what was detached on this rank, now that every rank has done so."""
+    return _report(worker, lambda arena: arena.let_go())
+
+
+def take_back(worker: Any, chunks: Sequence[int]) -> RankReport:
+    """Undo a detach of `chunks` on this rank, since another one failed. It takes no memory."""
+
+    def do(arena: KVArena) -> None:
+        arena.take_back(chunks)
+        _residency(worker).mark(chunks, True)
+
+    return _report(worker, do)
 
 
 def busy(worker: Any) -> bool:
