@@ -84,7 +84,7 @@ def test_the_document(project, other, tmp_path, capsys):
     text = (tmp_path / "list.md").read_text()
     assert "# The series for 9.9.1 on vLLM 9.9.2" in text
     assert "4 hunks: 3 fits, 0 moved, 1 does not fit, 0 file is gone." in text
-    assert f"| 0002 | `{POOL}` | 48 |  | does not fit | `pool line 50` is nowhere |" in text
+    assert f"| 0002 | `{POOL}` | 48 | `pool line 46` | does not fit | `pool line 50` is nowhere |" in text
     assert main(["survey", str(other)], project.root) == 0
     assert capsys.readouterr().out == text
 

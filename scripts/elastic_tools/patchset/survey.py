@@ -122,12 +122,20 @@ def _cell(line: str) -> str:
 def imports(source: str) -> list[str]:
     """What a module takes from vLLM, with dots, sorted."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_parsed(source)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm":
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "vllm"}
     return sorted(found)
+
+
+def _parsed(source: str) -> ast.Module:
+    """The module; an empty one where this Python cannot read it, so that whatever is taken from it is listed."""
+    try:
+        return ast.parse(source)
+    except SyntaxError:
+        return ast.Module(body=[], type_ignores=[])
 
 
 def _module_of(wanted: str, own: set[str]) -> bool:
@@ -150,7 +158,7 @@ def _has(site: Path, wanted: str) -> bool:
 def _definitions(source: str) -> set[str]:
     """The names that a module has on its own level, in whatever way, and those that a lazy table of it mentions."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_parsed(source)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             found.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
