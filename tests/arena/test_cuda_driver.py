@@ -87,16 +87,16 @@ def test_a_device_s_number_counts_what_is_visible(monkeypatch, visible, devices)
 def test_two_engines_on_one_device():
     """Each has what the other leaves. One that finds too little changes nothing, and can have it later."""
     first, second = (make_arena(device.StandInDriver()) for _ in range(2))
-    device.reset(nbytes=7 * first.chunk_bytes)
+    device.reset(nbytes=8 * first.chunk_bytes)
     first.attach(range(4))
     fill(first, 3, 3)
-    with pytest.raises(OutOfMemoryError, match=f"{3 * first.chunk_bytes} bytes are available"):
-        second.attach(range(4))
+    with pytest.raises(OutOfMemoryError, match=f"{4 * first.chunk_bytes} bytes are available"):
+        second.attach(range(5))
     assert second.attached == frozenset()
     second.attach(range(2))
     first.detach([0, 1, 2])
     assert first.settle(SETTLE_S)
-    second.attach(range(2, 6))
+    second.attach(range(2, 7))
     assert holds(first, 3, 3)
     first.close()
     second.close()

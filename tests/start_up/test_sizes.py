@@ -39,6 +39,7 @@ class Executor:
             "granule": 4096,
             "max_mappings": None,
             "available_bytes": 8 * GIB,
+            "costs": None,
             "spare_bytes": 0,
             "total_bytes": 16 * GIB,
         }
