@@ -18,7 +18,7 @@ from pathlib import Path
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 MIB = 1 << 20
 
@@ -72,7 +72,13 @@ class Ladder:
 
     def ask(self, name: str, length: int, tokens: int, **params) -> None:
         prompt = {"prompt_token_ids": [(37 * place) % 40000 + 10 for place in range(length)]}
-        params = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True} | params
+        # Cumulative outputs would have only those of a request's answers that went on in a step.
+        params = {
+            "temperature": 0.0,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        } | params
         self.engine.add_request(name, prompt, SamplingParams(**params))
 
     def run(self) -> None:

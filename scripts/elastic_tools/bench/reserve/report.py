@@ -36,7 +36,7 @@ def capacity(measured: Measured) -> str:
                 f"{reserve['reserve_bytes'] / MIB:.0f} MiB",
             ]
         )
-    return table(("policy", "blocks", "tokens", "blocks lent", "whole reserve"), rows)
+    return table(("policy", "blocks", "tokens", "blocks lent", "whole reserve"), rows, markdown=True)
 
 
 def resizes(measured: Measured) -> str:
@@ -50,7 +50,7 @@ def resizes(measured: Measured) -> str:
                 moved = [abs(each["to"] - each["from"]) for each in these]
                 times = [[each[name] for each in these] for name in ("duration_ms", "pause_ms")]
                 rows.append([policy, word, str(len(these)), spread(moved), *(spread(one, 1) for one in times)])
-    return table(("policy", "", "times", "blocks", "duration, ms", "pause of the engine, ms"), rows)
+    return table(("policy", "", "times", "blocks", "duration, ms", "pause of the engine, ms"), rows, markdown=True)
 
 
 def latencies(measured: Measured) -> str:
@@ -79,7 +79,7 @@ def latencies(measured: Measured) -> str:
         "longest gap of a decoder, ms",
         "gap else, ms",
     )
-    return table(heads, rows)
+    return table(heads, rows, markdown=True)
 
 
 def medians(rounds: list[dict[str, Any]]) -> list[float]:
@@ -102,7 +102,7 @@ def melting() -> str:
         for chunk in CHUNKS:
             sizes = [activations(model, chunk, tp).total / 2**30 for tp in TPS]
             rows.append([name, f"{chunk:,}", *(f"{size:.2f}" for size in sizes)])
-    return table(("model", "chunk", *(f"TP {tp}" for tp in TPS)), rows)
+    return table(("model", "chunk", *(f"TP {tp}" for tp in TPS)), rows, markdown=True)
 
 
 def spread(values: list[float] | list[int], digits: int = 0) -> str:
