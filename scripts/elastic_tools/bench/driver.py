@@ -199,6 +199,7 @@ def main(arguments: list[str]) -> int:
     try:
         driver = CudaPageDriver()
         costs = measure(driver)
+        assert driver.card is not None  # a CUDA device has a name
         print(f"bench: for engines on this machine: {save_costs(costs, driver.card, Path(envs.VLLM_CACHE_ROOT))}")
     except ValueError as error:
         print(f"bench: not measured, as published instead: {error}", file=sys.stderr)

@@ -8,8 +8,8 @@ import numpy as np
 
 from elastic_tools.bench.paired import ratio
 from elastic_tools.bench.reserve.measure import CRASHING, MIB, MODEL, Measured, Settings
+from elastic_tools.planner.checkpoint import load_model
 from elastic_tools.planner.memory import activations
-from elastic_tools.planner.model import load_model
 from elastic_tools.planner.record import table
 
 NAME = "reserve"
