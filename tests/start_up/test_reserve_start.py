@@ -32,7 +32,12 @@ class Executor:
     def answer(self, function, args, per_token, taken):
         if function is worker_side.probe:
             probe = {"driver": self.driver, "node": None, "granule": GRANULE, "max_mappings": None}
-            return probe | {"available_bytes": self.available, "total_bytes": 32 * GIB}
+            return probe | {
+                "available_bytes": self.available,
+                "spare_bytes": 0,
+                "total_bytes": 32 * GIB,
+                "costs": None,
+            }
         if function is activation_probe.measure_activations:
             plain, scored = args
             return {tokens: tokens * per_token for tokens in plain}, {tokens: tokens * per_token for tokens in scored}
