@@ -150,6 +150,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def wait(self):
         """Otherwise the background may be at work while the next step comes."""
+        self.arena.let_go()
         check(self.arena, prepared=len(self.prepared))
         assert picture(self.arena)["unknown handles"] == 0
 
