@@ -80,7 +80,7 @@ def test_memory_counts_children():
 
 def test_a_server_that_cannot_start_is_reported_and_leaves_nothing(monkeypatch, tmp_path):
     command = [sys.executable, "-c", "print('this is why'); raise SystemExit(3)"]
-    monkeypatch.setattr(server, "command_line", lambda port, options: serve.Plan(command))
+    monkeypatch.setattr(server, "command_line", lambda port, options, model: serve.Plan(command))
     with pytest.raises(server.ServerError, match=r"status 3 at start:\nthis is why"):  # noqa: SIM117
         with server.running([], tmp_path / "server.log", lambda text: None):
             pytest.fail("it does not answer")
