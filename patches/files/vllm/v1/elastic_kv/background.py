@@ -72,5 +72,6 @@ class Background:
     def _do(self, job: Callable[[], None]) -> None:
         try:
             job()
+        # A job that fails must not end the thread: those behind it would never be done, and somebody may wait for them.
         except Exception:
             logger.exception("Elastic KV cache: a job in the background failed")

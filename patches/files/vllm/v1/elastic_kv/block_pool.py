@@ -198,7 +198,8 @@ class ElasticBlockPool(BlockPool):
     def retire(self, chunks: Sequence[int]) -> None:
         """Forget leaving chunks that were emptied; their pages are gone."""
         for chunk in chunks:
-            assert not self._leaving.pop(chunk), f"chunk {chunk} is in use"
+            live = self._leaving.pop(chunk)
+            assert not live, f"chunk {chunk} is in use"
         self._resident.difference_update(chunks)
 
     def restore(self) -> None:

@@ -122,7 +122,7 @@ class PageStock:
         """Create the pages of `run` at once, all or none."""
         try:
             self._create(run)
-        except BaseException:
+        except BaseException:  # whatever it is, the pages that were made go back; it is raised again
             self.give_back([run])
             raise
         run.made.set()
@@ -220,7 +220,7 @@ class PageStock:
         try:
             self.check(self._places.bytes_of([run]), self._driver.available_bytes() // self._ranks_sharing)
             self._create(run)
-        except Exception as error:
+        except Exception as error:  # raised to whoever wants the run; nobody waits for this thread's own
             self._reject(run)
             run.error = error
         finally:
