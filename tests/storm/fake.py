@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 BASE, START, CAPACITY, CHUNK = 4, 40, 100, 2
+LATE = 30  # resizes
 EVERY = 9  # of so many requests, one has the fault: the others are as they should be
 
 
@@ -92,9 +93,10 @@ class FakeServer:
         wanted = wanted or int(body["fraction"] * CAPACITY)
         before, self.resident = self.resident, max(BASE, wanted // CHUNK * CHUNK)
         forced = self.has("preempts where it may not") and body.get("allow_preemption") is False
+        late = self.has("preempts late") and self.resizes > LATE
         answer = {
             **{"outcome": "done", "from": before, "to": self.resident, "evicted": 0, "moved": 0},
-            **{"preempted": int(forced), "duration_ms": 1.0, "pause_ms": 0.5, "reason": None},
+            **{"preempted": int(forced or late), "duration_ms": 1.0, "pause_ms": 0.5, "reason": None},
         }
         if self.has("another size than asked"):
             answer["to"] = CAPACITY if answer["to"] != CAPACITY else BASE

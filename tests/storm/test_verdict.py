@@ -80,6 +80,7 @@ def test_a_good_server_passes(good):
 )
 def test_each_fault_of_a_server_is_found(fault, checks, why, monkeypatch):
     monkeypatch.setattr("elastic_tools.storm.run.IDLE_LIMIT", 2.0)
+    monkeypatch.setattr("elastic_tools.storm.run.MOST_TIMES", 1)
     seen = blow(fault, IMPATIENT if fault == "the stream stops" else SETTINGS)
     assert failed(seen) == checks
     assert re.search(why, "\n".join(said(seen, name) for name in checks), re.DOTALL)
@@ -124,6 +125,25 @@ def test_a_calm_is_no_storm(good):
 def test_moves_and_preemptions_can_be_demanded(good):
     for demand in ("must_move", "must_preempt"):
         assert failed(replace(good, settings=replace(SETTINGS, **{demand: True}))) == {"coverage"}
+
+
+def test_a_storm_goes_on_until_it_had_what_is_demanded():
+    short = replace(SETTINGS, seconds=0.5, must_preempt=True)
+    seen = blow("preempts late", short)
+    assert failed(seen) == set()
+    assert len(seen.resizes) > fake.LATE - 2 > seen.settings.seconds / seen.settings.resize_every_s
+
+
+def test_a_storm_does_not_go_on_for_ever(monkeypatch):
+    monkeypatch.setattr("elastic_tools.storm.run.MOST_TIMES", 2)
+    seen = blow(settings=replace(SETTINGS, must_preempt=True))
+    assert 2 * SETTINGS.seconds <= seen.seconds
+    assert failed(seen) == {"coverage"}
+
+
+def test_where_requests_must_be_preempted_the_base_is_asked_for_again_and_again():
+    wanted = list(islice(resizes(replace(SETTINGS, must_preempt=True), SIZES), 40))
+    assert all(blocks == SIZES.base and "allow_preemption" not in body for blocks, body in wanted[3::4])
 
 
 def test_a_resize_of_an_idle_server_has_to_be_done(good):

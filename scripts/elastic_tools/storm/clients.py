@@ -1,8 +1,7 @@
 """The clients: each sends one request after the other until the time is up."""
 
 import asyncio
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -26,13 +25,13 @@ class Clients:
     records: list[Record] = field(default_factory=list)
     too_many_failed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def start(self, until: float, part: str = "storm") -> list["asyncio.Task[None]"]:
-        """A task for each client. Each ends once its last request has."""
-        return [asyncio.create_task(self._run(client, until, part)) for client in range(self.settings.clients)]
+    def start(self, go_on: Callable[[], bool], part: str = "storm") -> list["asyncio.Task[None]"]:
+        """A task for each client. Each sends while `go_on`, and ends once its last request has."""
+        return [asyncio.create_task(self._run(client, go_on, part)) for client in range(self.settings.clients)]
 
-    async def _run(self, client: int, until: float, part: str) -> None:
+    async def _run(self, client: int, go_on: Callable[[], bool], part: str) -> None:
         for wanted in requests_of(client, self.settings, self.prompts, part):
-            if time.monotonic() > until or self.too_many_failed.is_set():
+            if not go_on() or self.too_many_failed.is_set():
                 return
             self.asked += 1
             record = await ask(self.http, self.model, wanted, self.settings.patience_s)

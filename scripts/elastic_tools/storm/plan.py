@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal, get_args
 
 Kind = Literal["greedy", "sampled", "seeded", "pair", "aborted"]
@@ -12,6 +13,9 @@ _WEIGHTS: dict[Kind, int] = {"greedy": 10, "sampled": 2, "seeded": 3, "pair": 2,
 GROUPS = 4  # of prompts with a prefix in common
 MEMBERS = 4  # prompts in each group
 SINGLES = 8  # prompts that have nothing in common
+MOST_TIMES = 5  # as long as asked
+BASE_EVERY = 4  # where requests must be preempted, one resize of so many goes to the base, whatever is in use
+
 LENGTHS = (8, 16, 24, 40, 64, 96)  # tokens to generate
 SENTENCE_TOKENS = 32  # at most, with the tokenizers of today's models
 
@@ -23,7 +27,7 @@ PLACES = ("Lisbon", "Oslo", "Cairo", "Lima", "Osaka", "Quebec", "Perth", "Riga")
 class Settings:
     """How hard it blows."""
 
-    seconds: float = 600
+    seconds: float = 600  # and up to MOST_TIMES as long while something is missing that has to happen
     clients: int = 32
     seed: int = 0
     warm_up_s: float = 15  # the same clients before it, with the size fixed
@@ -156,13 +160,16 @@ class Sizes:
 def resizes(settings: Settings, sizes: Sizes) -> Iterator[tuple[int, dict[str, Any]]]:
     """Bodies for `POST /elastic_kv/resize`, each with the blocks that it should come to, without end."""
     rng = random.Random(f"{settings.seed}-resizes")
-    while True:
+    for turn in count():
         kind = rng.random()
         blocks = rng.randint(sizes.base, sizes.most)
         if kind < 0.1:
             blocks = sizes.base
         elif kind > 0.9:
             blocks = sizes.most
+        preempting = settings.must_preempt and turn % BASE_EVERY == BASE_EVERY - 1
+        if preempting:
+            blocks = sizes.base
         unit = rng.choice(("blocks", "bytes", "tokens", "fraction"))
         body: dict[str, Any] = {
             unit: {
@@ -173,6 +180,6 @@ def resizes(settings: Settings, sizes: Sizes) -> Iterator[tuple[int, dict[str, A
                 "fraction": min(1.0, (blocks + 0.5) / sizes.capacity),
             }[unit]
         }
-        if rng.random() < 0.25:
+        if rng.random() < 0.25 and not preempting:
             body["allow_preemption"] = False
         yield max(sizes.base, blocks // sizes.chunk * sizes.chunk), body

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,11 +37,11 @@ class Resizer:
     answered: list[Resize] = field(default_factory=list)
     _tasks: set["asyncio.Task[None]"] = field(default_factory=set)
 
-    async def run(self, until: float) -> None:
-        """Asks until that time, then waits for the answers."""
+    async def run(self, go_on: Callable[[], bool]) -> None:
+        """Asks while `go_on`, then waits for the answers."""
         bodies = resizes(self.settings, self.sizes)
         turn = time.monotonic()
-        while time.monotonic() < until:
+        while go_on():
             self._turn(bodies)
             turn += self.settings.resize_every_s
             await asyncio.sleep(max(0.0, turn - time.monotonic()))

@@ -13,8 +13,9 @@ from tqdm import tqdm
 
 from elastic_tools.storm import reference
 from elastic_tools.storm.clients import Clients
+from elastic_tools.storm.coverage import lacking
 from elastic_tools.storm.memory import ProcessMemory, cache_ranges, snapshot
-from elastic_tools.storm.plan import Settings, Sizes, make_prompts
+from elastic_tools.storm.plan import MOST_TIMES, Settings, Sizes, make_prompts
 from elastic_tools.storm.resizes import Resize, Resizer, resize
 from elastic_tools.storm.stream import Record, session
 from elastic_tools.storm.watch import Watch, get_state, wait_until_idle
@@ -97,7 +98,8 @@ async def _warm_up(
     Every process then has the buffers that such requests need, and an answer that differs here is no reference.
     """
     clients = Clients(http, model, settings, references.prompts)
-    await asyncio.gather(*clients.start(time.monotonic() + settings.warm_up_s, "warm-up"))
+    until = time.monotonic() + settings.warm_up_s
+    await asyncio.gather(*clients.start(lambda: time.monotonic() < until, "warm-up"))
     for record in clients.records:
         if record.outcome == "failed":
             raise StormError(f"before the storm, {record.ask.name}: {record.why}")
@@ -111,7 +113,13 @@ async def _blow(http: aiohttp.ClientSession, clients: Clients, evidence: Evidenc
     settings = evidence.settings
     watch, resizer = Watch(http), Resizer(http, settings, evidence.sizes)
     begin = time.monotonic()
-    until = begin + settings.seconds
+
+    def go_on() -> bool:
+        passed = time.monotonic() - begin
+        if passed < settings.seconds:
+            return True
+        return passed < MOST_TIMES * settings.seconds and bool(lacking(settings, clients.records, resizer.answered))
+
     with _bar("storm", round(settings.seconds)) as bar:
 
         def show(state: dict[str, Any]) -> None:
@@ -123,8 +131,8 @@ async def _blow(http: aiohttp.ClientSession, clients: Clients, evidence: Evidenc
             )
             bar.update(round(passed) - bar.n)
 
-        sending = clients.start(until)
-        resizing = asyncio.create_task(resizer.run(until))
+        sending = clients.start(go_on)
+        resizing = asyncio.create_task(resizer.run(go_on))
         watching = asyncio.create_task(watch.run(show))
         trouble = [asyncio.create_task(_happens(event)) for event in (clients.too_many_failed, watch.dead)]
         try:

@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from elastic_tools.storm.coverage import count_effects, count_kinds, lacking, wanted_kinds
 from elastic_tools.storm.memory import ProcessMemory
-from elastic_tools.storm.plan import KINDS, Settings
+from elastic_tools.storm.plan import Settings
 from elastic_tools.storm.reference import References, difference
 from elastic_tools.storm.run import Evidence
 from elastic_tools.storm.stream import Record
@@ -99,18 +100,10 @@ def _greedy(references: References, records: Sequence[Record]) -> Check:
 
 
 def _coverage(seen: Evidence) -> Check:
-    """A storm that left something out proves nothing about it."""
-    kinds = Counter(record.ask.kind for record in seen.records if record.outcome != "failed")
-    wanted = [kind for kind in KINDS if kind != "seeded" or seen.settings.request_seeds]
-    wrong = [f"no {kind} request was answered" for kind in wanted if not kinds[kind]]
-    grown = sum(one.answer.get("to", 0) > one.answer.get("from", 0) for one in seen.resizes)
-    shrunk = sum(one.answer.get("to", 0) < one.answer.get("from", 0) for one in seen.resizes)
-    moved, preempted = (sum(one.answer.get(name, 0) for one in seen.resizes) for name in ("moved", "preempted"))
-    wrong += ["no resize grew the cache"] * (not grown) + ["no resize shrank the cache"] * (not shrunk)
-    wrong += ["no block was moved"] * (seen.settings.must_move and not moved)
-    wrong += ["no request was preempted"] * (seen.settings.must_preempt and not preempted)
-    found = ", ".join(f"{kinds[kind]} {kind}" for kind in wanted)
-    return Check(f"{found}; {grown} grown, {shrunk} shrunk, {moved} moved, {preempted} preempted", wrong)
+    kinds = count_kinds(seen.records)
+    requests = ", ".join(f"{kinds[kind]} {kind}" for kind in wanted_kinds(seen.settings))
+    effects = ", ".join(f"{count} {name}" for name, count in count_effects(seen.resizes).items())
+    return Check(f"{requests}; {effects}", lacking(seen.settings, seen.records, seen.resizes))
 
 
 def _accounts(seen: Evidence) -> Check:
