@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elastic_tools.demo.server import end, free_port
+from support.servers import SUPPORT
 
 RAY = [sys.executable, "-c", "import sys; from ray.scripts.scripts import main; sys.exit(main())"]
 START_SECONDS = 300
@@ -60,6 +61,7 @@ def ray_environment(environment: dict[str, str]) -> dict[str, str]:
     cpus = sorted(os.sched_getaffinity(0))
     return environment | {
         "VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}",
+        "PYTHONPATH": str(SUPPORT / "few_cores"),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",  # else processes need a token that Ray keeps in the home directory
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",

@@ -46,8 +46,9 @@ def one_rank(model, tmp_path_factory):
 @pytest.fixture(scope="module", params=["mp", "ray"])
 def server(request, model, one_rank, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    environment = ray_environment(engine_environment()) | {
-        "PYTHONPATH": f"{SUPPORT}:{SUPPORT / 'faulty_host'}",
+    environment = ray_environment(engine_environment())
+    environment |= {
+        "PYTHONPATH": f"{SUPPORT}:{SUPPORT / 'faulty_host'}:{environment['PYTHONPATH']}",
         "HOST_GRANULE": str(4 * 32 << 10),  # chunks of four blocks, so that blocks in use have to move
         "HOST_FAULT": str(folder / "fault"),
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(STEP_SECONDS),

@@ -69,7 +69,7 @@ class Process:
         """Waits until the engine is up."""
         self.identity = self._answer()
 
-    def round(self, **command: int) -> dict[str, Any]:
+    def round(self, **command: Any) -> dict[str, Any]:
         """Runs one round and returns its measurements."""
         with contextlib.suppress(BrokenPipeError):  # the missing answer tells it
             print(json.dumps(command), file=self._commands)

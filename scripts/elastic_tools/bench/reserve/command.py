@@ -32,8 +32,8 @@ def main(arguments: Sequence[str]) -> int:
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
-    parts = (report.capacity, report.resizes, report.crash, report.latencies)
-    print("\n" + "\n\n".join(part(measured) for part in parts) + "\n")
+    parts = [part(rounds) for rounds in measured.rounds.values() for part in (report.capacity, report.latencies)]
+    print("\n" + "\n\n".join([*parts, report.resizes(measured), report.crash(measured)]) + "\n")
     for path in report.write(settings, where, measured, given.output):
         print(f"written: {path}")
     return 0

@@ -13,7 +13,8 @@ from typing import Any
 
 DECODERS = 3
 WARM_STEPS = 8  # steps in which requests only decode, before a long prompt comes
-WAIT_S = 0.3  # longer than it takes until the reserve is lent again
+WAIT_S = 0.3  # longer than it takes until the reserve may be lent again
+LEND_LIMIT_S = 10
 
 
 class Engine:
@@ -44,49 +45,54 @@ class Engine:
             self.resizes.append(last)
         return now, outputs
 
-    def round(self, number: int, prompts: int, length: int, tokens: int) -> dict[str, Any]:
-        """While ``DECODERS`` requests decode, ``prompts`` prompts of ``length`` tokens come, one after the other, each
-        after a while in which nothing else was done.
+    def round(self, number: int, bursts: list[int], length: int, tokens: int, fill: int) -> dict[str, Any]:
+        """While ``DECODERS`` requests decode, bursts of prompts come, each after a while without one.
 
-        ``ttft_ms`` is of each long prompt, ``gaps_ms`` are the times between tokens of those that decode, while a
-        long prompt is computed and while none is. ``decoding`` is the state when only decoding is done.
+        Args:
+            number: Of the round; no other one has its prompts.
+            bursts: Prompts that come at the same time, for each burst.
+            length: Tokens of each of them.
+            tokens: Of each answer.
+            fill: Tokens of the short prompts that fill the cache with prefixes before each burst; 0: nothing does.
+
+        Returns:
+            ``ttft_ms`` is of each long prompt, by burst. ``busy_gaps_ms`` and ``quiet_gaps_ms`` are the times between
+            tokens of those that decode, while long prompts are computed and while none is. ``decoding`` is the state
+            when only decoding is done.
+
         """
-        from vllm import SamplingParams
-
         self.resizes = []
-        endless = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
         for index in range(DECODERS):
-            self.engine.add_request(f"{number} decoder {index}", prompt(number, index, 16), endless)
-        ttft, busy, quiet, output = [], [], [], []
+            self._add(f"{number} decoder {index}", prompt(number, index, 16), 4000)
+        busy, quiet, ttft, output = [], [], [], []
         state: dict[str, Any] = {}
-        for index in range(prompts):
-            warm = time.perf_counter()
-            before, steps = 0.0, 0
-            while steps < WARM_STEPS or time.perf_counter() - warm < WAIT_S:
-                now, _ = self.step()
-                quiet += [now - before] if before else []
-                before, steps = now, steps + 1
+        for place, prompts in enumerate(bursts):
+            quiet += self._decode()
+            if fill:
+                self._fill(f"{number} {place}", 1000 * number + 100 * place, fill)
+                quiet += self._decode()
             state = self.state()
-            name = f"{number} long {index}"
-            asked = time.perf_counter()
-            long = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-            self.engine.add_request(name, prompt(number, DECODERS + index, length), long)
-            first, done = 0.0, False
-            while not done:
+            first = {f"{number} {place} long {index}": 0.0 for index in range(prompts)}
+            answers: dict[str, list[int]] = {}
+            before = asked = time.perf_counter()
+            for index, name in enumerate(first):
+                self._add(name, prompt(number, DECODERS + 10 * place + index, length), tokens)
+            while len(answers) < prompts:
                 now, outputs = self.step()
-                busy += [] if first else [now - before]
+                busy.append(now - before)
                 before = now
                 for one in outputs:
-                    if one.request_id == name and one.outputs[0].token_ids:
-                        first = first or now
-                        done = one.finished
-                        output += list(one.outputs[0].token_ids) if done else []
-            ttft.append(first - asked)
+                    if one.request_id in first and one.outputs[0].token_ids:
+                        first[one.request_id] = first[one.request_id] or now
+                        if one.finished:
+                            answers[one.request_id] = list(one.outputs[0].token_ids)
+            ttft.append([1000 * (at - asked) for at in first.values()])
+            output += [answers[name] for name in first]
         self.engine.abort_request([f"{number} decoder {index}" for index in range(DECODERS)])
         while self.engine.has_unfinished_requests():
             self.step()
         return {
-            "ttft_ms": [1000 * each for each in ttft],
+            "ttft_ms": ttft,
             "busy_gaps_ms": [1000 * each for each in busy],
             "quiet_gaps_ms": [1000 * each for each in quiet],
             "decoding": state,
@@ -94,10 +100,43 @@ class Engine:
             "output": output,
         }
 
+    def _add(self, name: str, tokens: dict[str, list[int]], answer: int) -> None:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
+        self.engine.add_request(name, tokens, sampling)
+
+    def _decode(self) -> list[float]:
+        """Decodes until what may be lent is lent. Returns the seconds between tokens."""
+        gaps: list[float] = []
+        begin = before = time.perf_counter()
+        while len(gaps) < WARM_STEPS or before - begin < WAIT_S or self._lending(before - begin):
+            now, _ = self.step()
+            gaps.append(now - before)
+            before = now
+        return gaps[1:]
+
+    def _lending(self, passed: float) -> bool:
+        blocks = self.state()["blocks"]
+        return bool(blocks["resident"] < blocks["allowed"]) and passed < LEND_LIMIT_S
+
+    def _fill(self, name: str, seed: int, length: int) -> None:
+        """Sends one short prompt after the other until no block is left that holds nothing of use."""
+        most = self.state()["blocks"]["capacity"]
+        for index in range(most):
+            state = self.state()
+            if state["blocks"]["free"] * state["block_size"] < length:
+                return
+            request = f"{name} short {index}"
+            self._add(request, prompt(seed, 5000 + index, length), 1)
+            while not any(one.request_id == request and one.finished for one in self.step()[1]):
+                pass
+        raise RuntimeError(f"{most} prompts of {length} tokens do not fill the cache")
+
 
 def prompt(number: int, index: int, length: int) -> dict[str, list[int]]:
-    """A prompt that no other one of a benchmark begins like."""
-    return {"prompt_token_ids": [(37 * place + 101 * index + 1009 * number) % 40000 + 10 for place in range(length)]}
+    """A prompt that no other one of a benchmark begins like: with its own two numbers, below 40,000 each."""
+    return {"prompt_token_ids": [10 + number, 10 + index, *((37 * place) % 40000 + 10 for place in range(length - 2))]}
 
 
 def data_bytes() -> int:

@@ -5,15 +5,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic_tools.bench.arms import Arm, BenchError, orders, running
+from tqdm import tqdm
+
+from elastic_tools.bench.arms import Arm, BenchError, Process, orders, running
 from elastic_tools.model import tiny_llama
 from elastic_tools.pins import CACHE
 
+WORKLOADS = ("empty", "full")  # what the cache is, beside the requests that decode: empty, or full of prefixes
 POLICIES = ("static", "small-chunk", "reclaim", "adaptive")
 CRASHING = "always-lent"
 MIB = 2**20
 PROGRAM = Path(__file__).with_name("engine.py")
-MODEL = "2 layers, hidden 64, MLP 4096, random weights, SmolLM2's vocabulary of 49,152, float32"
+MODEL = "2 layers, hidden 64, 4 heads of 128, MLP 4096, random weights, SmolLM2's vocabulary of 49,152, float32"
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,10 @@ class Settings:
     """Sizes of the benchmark. Tokens, and rounds that count beside one of warm-up."""
 
     rounds: int = 8
-    prompts: int = 2
+    bursts: tuple[int, ...] = (1, 3)  # long prompts that come together
     most: int = 6144  # tokens of the largest step, and of a long prompt
     small: int = 512
+    fill: int = 480  # tokens of a prompt that fills the cache: one that needs no reserve
     answer: int = 4
     room_mib: int = 1536  # beside what a process has when vLLM is imported
 
@@ -39,7 +43,7 @@ class Settings:
             "unsafe_always_lent": policy == CRASHING,
         }
 
-    def engine(self, model: Path) -> dict[str, Any]:
+    def engine(self, model: Path, workload: str) -> dict[str, Any]:
         """The arguments of every engine."""
         return {
             "model": str(model),
@@ -49,19 +53,19 @@ class Settings:
             "block_size": 32,
             "max_num_seqs": 8,
             "max_num_batched_tokens": self.most,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": workload == "full",
             "disable_log_stats": True,
         }
 
 
-QUICK = Settings(rounds=1, prompts=1, small=1024)
+QUICK = Settings(rounds=1)
 
 
 @dataclass
 class Measured:
-    """What came of it: for each policy its rounds, and the answer of the engine that may not live."""
+    """What came of it: for each workload and policy its rounds, and the answer of the engine that may not live."""
 
-    rounds: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    rounds: dict[str, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)
     crash: dict[str, Any] = field(default_factory=dict)
 
 
@@ -70,25 +74,42 @@ def measure(settings: Settings, policies: Sequence[str] = POLICIES) -> Measured:
 
     Raises ``BenchError`` where an engine that should live does not, or where tokens differ between policies.
     """
-    model = tiny_llama(CACHE / "bench" / "reserve-model", intermediate=4096)
+    model = tiny_llama(CACHE / "bench" / "reserve-model", heads=4, kv_heads=4, head_dim=128, intermediate=4096)
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     environment["VLLM_CPU_OMP_THREADS_BIND"] = "0-1"
-    command = {"prompts": settings.prompts, "length": settings.most - 64, "tokens": settings.answer}
+    command: dict[str, Any] = {
+        "bursts": list(settings.bursts),
+        "length": settings.most - 64,
+        "tokens": settings.answer,
+        "fill": 0,
+    }
 
-    def arms(names: Sequence[str]) -> list[tuple[Arm, dict[str, Any]]]:
-        return [(Arm(name, True, settings.elastic(name)), settings.engine(model)) for name in names]
+    def arms(names: Sequence[str], workload: str) -> list[tuple[Arm, dict[str, Any]]]:
+        return [(Arm(name, True, settings.elastic(name)), settings.engine(model, workload)) for name in names]
 
-    measured = Measured({policy: [] for policy in policies})
-    with running(arms(policies), environment, PROGRAM) as processes:
-        for process in processes:  # warm-up
-            answered(process.round(number=0, **command), process.arm.name)
-        for number, order in enumerate(orders(len(processes), settings.rounds), 1):
-            for place in order:
-                name = processes[place].arm.name
-                measured.rounds[name].append(answered(processes[place].round(number=number, **command), name))
-    with running(arms([CRASHING]), environment, PROGRAM) as (process,):
-        measured.crash = process.round(number=1, **command)
-    check_tokens(measured)
+    measured = Measured()
+    steps = len(WORKLOADS) * (settings.rounds + 1) * len(policies) + 1
+    with tqdm(total=steps, desc="rounds") as bar:
+
+        def once(process: Process, number: int) -> dict[str, Any]:
+            answer = process.round(number=number, **command)
+            bar.update()
+            return answer
+
+        for workload in WORKLOADS:
+            command["fill"] = settings.fill if workload == "full" else 0
+            kept: dict[str, list[dict[str, Any]]] = {policy: [] for policy in policies}
+            with running(arms(policies, workload), environment, PROGRAM) as processes:
+                for process in processes:  # warm-up
+                    answered(once(process, 0), process.arm.name)
+                for number, order in enumerate(orders(len(processes), settings.rounds), 1):
+                    for process in (processes[place] for place in order):
+                        kept[process.arm.name].append(answered(once(process, number), process.arm.name))
+            check_tokens(kept)
+            measured.rounds[workload] = kept
+        command["fill"] = 0
+        with running(arms([CRASHING], WORKLOADS[0]), environment, PROGRAM) as (process,):
+            measured.crash = once(process, 1)
     return measured
 
 
@@ -99,9 +120,9 @@ def answered(answer: dict[str, Any], policy: str) -> dict[str, Any]:
     return answer
 
 
-def check_tokens(measured: Measured) -> None:
+def check_tokens(rounds: dict[str, list[dict[str, Any]]]) -> None:
     """The long prompts' tokens have to be the same under every policy."""
-    outputs = {policy: [one["output"] for one in rounds] for policy, rounds in measured.rounds.items()}
+    outputs = {policy: [one["output"] for one in each] for policy, each in rounds.items()}
     reference, *others = outputs
     for policy in others:
         if outputs[policy] != outputs[reference]:
