@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 
 from elastic_tools.pins import VENV, pins
-from elastic_tools.setup import LOCKS, REQUIREMENTS, locked
+from elastic_tools.setup.packages import locked
+from elastic_tools.setup.places import LOCKS, REQUIREMENTS
 
 PYTHONS = ["3.11", "3.12", "3.13"]
 PLATFORM = "x86_64-manylinux_2_31"

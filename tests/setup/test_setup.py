@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from elastic_tools import setup
 from elastic_tools.pins import ROOT, pins
+from elastic_tools.setup import __main__ as command
+from elastic_tools.setup import packages, patches, places, steps
+from elastic_tools.setup.show import SetupError
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def place(tmp_path, monkeypatch):
         "CACHE": tmp_path / ".cache",
         "UPSTREAM": tmp_path / ".cache" / "upstream",
     }.items():
-        monkeypatch.setattr(setup, name, path)
+        monkeypatch.setattr(places, name, path)
     return tmp_path
 
 
@@ -36,81 +38,81 @@ class Recorder:
         self.keys = {"venv": "v", "torch": "t", "engine": "e", "tools": "d"}
         self.broken = ""
         self.place = place
-        monkeypatch.setattr(setup, "steps", lambda engine, dev: [self.step(name) for name in self.keys])
-        monkeypatch.setattr(setup, "apply_patches", lambda: self.ran.append("patches"))
-        monkeypatch.setattr(setup, "revert_patches", lambda: self.ran.append("revert"))
-        monkeypatch.setattr(setup, "keep_upstream", self.copy)
+        monkeypatch.setattr(command, "steps", lambda engine, dev: [self.step(name) for name in self.keys])
+        monkeypatch.setattr(command, "apply_patches", lambda: self.ran.append("patches"))
+        monkeypatch.setattr(command, "revert_patches", lambda: self.ran.append("revert"))
+        monkeypatch.setattr(command, "keep_upstream", self.copy)
 
     def step(self, name):
-        return setup.Step(name, self.keys[name], lambda: self.run(name))
+        return steps.Step(name, self.keys[name], lambda: self.run(name))
 
     def run(self, name):
         if name == self.broken:
-            raise setup.SetupError("broken")
+            raise SetupError("broken")
         self.ran.append(name)
-        setup.PYTHON.parent.mkdir(parents=True, exist_ok=True)
-        setup.PYTHON.touch()
+        places.PYTHON.parent.mkdir(parents=True, exist_ok=True)
+        places.PYTHON.touch()
 
     def copy(self):
         self.ran.append("copy")
-        (setup.UPSTREAM / "vllm").mkdir(parents=True, exist_ok=True)
-        (setup.UPSTREAM / "vllm" / "__init__.py").touch()
+        (places.UPSTREAM / "vllm").mkdir(parents=True, exist_ok=True)
+        (places.UPSTREAM / "vllm" / "__init__.py").touch()
 
     def set_up(self):
         self.ran = []
-        setup.set_up("cpu")
+        command.set_up("cpu")
         return self.ran
 
 
 @pytest.fixture
-def steps(place, monkeypatch):
+def made(place, monkeypatch):
     return Recorder(place, monkeypatch)
 
 
-def test_second_run_only_looks_at_the_patches(steps):
-    assert steps.set_up() == ["venv", "torch", "revert", "engine", "tools", "revert", "copy", "patches"]
-    assert steps.set_up() == ["patches"]
+def test_second_run_only_looks_at_the_patches(made):
+    assert made.set_up() == ["venv", "torch", "revert", "engine", "tools", "revert", "copy", "patches"]
+    assert made.set_up() == ["patches"]
 
 
-def test_run_that_broke_goes_on_where_it_broke(steps):
-    steps.broken = "engine"
-    with pytest.raises(setup.SetupError):
-        steps.set_up()
-    assert "venv" in steps.ran
-    assert "engine" not in steps.ran
-    steps.broken = ""
-    assert steps.set_up() == ["revert", "engine", "tools", "revert", "copy", "patches"]
+def test_run_that_broke_goes_on_where_it_broke(made):
+    made.broken = "engine"
+    with pytest.raises(SetupError):
+        made.set_up()
+    assert "venv" in made.ran
+    assert "engine" not in made.ran
+    made.broken = ""
+    assert made.set_up() == ["revert", "engine", "tools", "revert", "copy", "patches"]
 
 
-def test_changed_tools_leave_the_engine_alone(steps):
-    steps.set_up()
-    steps.keys["tools"] = "other"
-    assert steps.set_up() == ["tools", "patches"]
+def test_changed_tools_leave_the_engine_alone(made):
+    made.set_up()
+    made.keys["tools"] = "other"
+    assert made.set_up() == ["tools", "patches"]
 
 
-def test_changed_engine_lock_takes_the_patches_out_first(steps):
-    steps.set_up()
-    steps.keys["engine"] = "other"
-    assert steps.set_up() == ["revert", "engine", "tools", "revert", "copy", "patches"]
+def test_changed_engine_lock_takes_the_patches_out_first(made):
+    made.set_up()
+    made.keys["engine"] = "other"
+    assert made.set_up() == ["revert", "engine", "tools", "revert", "copy", "patches"]
 
 
-def test_other_engine_starts_anew(steps):
-    steps.set_up()
-    steps.keys["venv"] = "other"
-    assert steps.set_up()[0] == "venv"
-    assert "torch" in steps.ran
+def test_other_engine_starts_anew(made):
+    made.set_up()
+    made.keys["venv"] = "other"
+    assert made.set_up()[0] == "venv"
+    assert "torch" in made.ran
 
 
-def test_environment_of_something_else_is_made_anew(steps, place):
-    steps.set_up()
-    setup.STAMP.write_text("[not ours")
-    assert steps.set_up()[0] == "venv"
+def test_environment_of_something_else_is_made_anew(made, place):
+    made.set_up()
+    places.STAMP.write_text("[not ours")
+    assert made.set_up()[0] == "venv"
 
 
-def test_lost_unpatched_copy_is_made_from_reverted_files(steps):
-    steps.set_up()
-    (setup.UPSTREAM / "vllm" / "__init__.py").unlink()
-    assert steps.set_up() == ["revert", "copy", "patches"]
+def test_lost_unpatched_copy_is_made_from_reverted_files(made):
+    made.set_up()
+    (places.UPSTREAM / "vllm" / "__init__.py").unlink()
+    assert made.set_up() == ["revert", "copy", "patches"]
 
 
 @pytest.mark.parametrize(
@@ -124,16 +126,16 @@ def test_patches_by_what_the_engine_carries(monkeypatch, status, verbs):
         said.append(verb)
         return subprocess.CompletedProcess([], status if verb == "status" else 0, "", "")
 
-    monkeypatch.setattr(setup, "patchset", patchset)
-    setup.apply_patches()
+    monkeypatch.setattr(patches, "patchset", patchset)
+    patches.apply_patches()
     assert said == verbs
 
 
 def test_hand_made_changes_to_the_engine_are_kept(monkeypatch):
-    result = subprocess.CompletedProcess([], setup.MODIFIED, "  vllm/v1/core/block_pool.py\n", "")
-    monkeypatch.setattr(setup, "patchset", lambda verb: result)
-    with pytest.raises(setup.SetupError, match=r"block_pool\.py"):
-        setup.apply_patches()
+    result = subprocess.CompletedProcess([], patches.MODIFIED, "  vllm/v1/core/block_pool.py\n", "")
+    monkeypatch.setattr(patches, "patchset", lambda verb: result)
+    with pytest.raises(SetupError, match=r"block_pool\.py"):
+        patches.apply_patches()
 
 
 # --- locks -----------------------------------------------------------------------------------------------------------
@@ -141,7 +143,7 @@ def test_hand_made_changes_to_the_engine_are_kept(monkeypatch):
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "dev"])
 def test_every_entry_of_a_lock_has_a_hash(name):
-    entries = (setup.LOCKS / f"{name}.txt").read_text().replace("\\\n", " ").splitlines()
+    entries = (places.LOCKS / f"{name}.txt").read_text().replace("\\\n", " ").splitlines()
     assert entries
     assert [entry for entry in entries if "--hash=sha256:" not in entry] == []
 
@@ -149,25 +151,25 @@ def test_every_entry_of_a_lock_has_a_hash(name):
 def test_locks_say_what_the_pins_say():
     pin = pins()
     for engine, chosen in pin["engine"].items():
-        versions = setup.locked(setup.LOCKS / "dev.txt") | setup.locked(ROOT / "configs" / chosen["lock"])
+        versions = packages.locked(places.LOCKS / "dev.txt") | packages.locked(ROOT / "configs" / chosen["lock"])
         assert versions[chosen["distribution"]] == chosen["version"] == pin["vllm"]["version"], engine
         wanted = pin["packages"]
         assert {name: versions.get(name, version) for name, version in wanted.items()} == wanted, engine
 
 
 def test_cpu_lock_leaves_out_what_does_not_fit_its_torch():
-    assert not {"torch", "torchvision", "torchaudio", "torchcodec"} & set(setup.locked(setup.LOCKS / "cpu.txt"))
+    assert not {"torch", "torchvision", "torchaudio", "torchcodec"} & set(packages.locked(places.LOCKS / "cpu.txt"))
 
 
 def test_tools_never_change_the_cpu_engine():
-    assert not set(setup.locked(setup.LOCKS / "dev.txt")) & set(setup.locked(setup.LOCKS / "cpu.txt"))
+    assert not set(packages.locked(places.LOCKS / "dev.txt")) & set(packages.locked(places.LOCKS / "cpu.txt"))
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------
 
 
 def test_metadata_wheel_names_the_engine_and_holds_no_code(tmp_path):
-    wheel = setup.metadata_wheel(tmp_path, "0.32.0+cpu")
+    wheel = steps.metadata_wheel(tmp_path, "0.32.0+cpu")
     target = tmp_path / "site"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", target, wheel]
     subprocess.run(command, check=True)
@@ -181,53 +183,53 @@ def test_unpatched_copy_survives_patching(place, monkeypatch):
     package = place / "site" / "vllm"
     (package / "__pycache__").mkdir(parents=True)
     (package / "a.py").write_text("upstream\n")
-    monkeypatch.setattr(setup, "site_packages", lambda: place / "site")
-    setup.keep_upstream()
-    setup.keep_upstream()  # again, over an older one
+    monkeypatch.setattr(places, "site_packages", lambda: place / "site")
+    patches.keep_upstream()
+    patches.keep_upstream()  # again, over an older one
 
     (package / "new").write_text("patched\n")
     (package / "new").replace(package / "a.py")
-    assert (setup.UPSTREAM / "vllm" / "a.py").read_text() == "upstream\n"
-    assert [path.name for path in (setup.UPSTREAM / "vllm").iterdir()] == ["a.py"]
-    assert [path.name for path in setup.UPSTREAM.iterdir()] == ["vllm"]
+    assert (places.UPSTREAM / "vllm" / "a.py").read_text() == "upstream\n"
+    assert [path.name for path in (places.UPSTREAM / "vllm").iterdir()] == ["a.py"]
+    assert [path.name for path in places.UPSTREAM.iterdir()] == ["vllm"]
 
 
 def fake_python(place, script):
     """An interpreter whose pip is ``script``."""
-    setup.PYTHON.parent.mkdir(parents=True)
-    setup.CACHE.mkdir()
-    setup.PYTHON.write_text(f"#!/bin/bash\n{script}\n")
-    setup.PYTHON.chmod(0o755)
+    places.PYTHON.parent.mkdir(parents=True)
+    places.CACHE.mkdir()
+    places.PYTHON.write_text(f"#!/bin/bash\n{script}\n")
+    places.PYTHON.chmod(0o755)
 
 
 def test_broken_download_is_tried_again(place, monkeypatch):
-    monkeypatch.setattr(setup.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(packages.time, "sleep", lambda seconds: None)
     fake_python(place, 'echo x >> tries; [ "$(wc -l < tries)" -ge 3 ] || { echo "ERROR: reset by peer"; exit 1; }')
-    setup.pip("install", "thing")
-    assert len((setup.CACHE / "tries").read_text().split()) == 3
+    packages.pip("install", "thing")
+    assert len((places.CACHE / "tries").read_text().split()) == 3
 
 
 def test_download_that_stays_broken_is_told(place, monkeypatch):
-    monkeypatch.setattr(setup.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(packages.time, "sleep", lambda seconds: None)
     fake_python(place, 'echo "ERROR: reset by peer"; exit 1')
-    with pytest.raises(setup.SetupError, match="reset by peer"):
-        setup.pip("install", "thing")
+    with pytest.raises(SetupError, match="reset by peer"):
+        packages.pip("install", "thing")
 
 
 def test_wrong_hash_is_not_tried_again(place):
     fake_python(place, 'echo x >> tries; echo "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"; exit 1')
-    with pytest.raises(setup.SetupError, match="does not have the hash"):
-        setup.pip("install", "thing")
-    assert (setup.CACHE / "tries").read_text() == "x\n"
+    with pytest.raises(SetupError, match="does not have the hash"):
+        packages.pip("install", "thing")
+    assert (places.CACHE / "tries").read_text() == "x\n"
 
 
 def test_half_installed_package_is_installed_again(place, monkeypatch):
-    monkeypatch.setattr(setup, "site_packages", lambda: place)
+    monkeypatch.setattr(places, "site_packages", lambda: place)
     for name, file in [("whole", "INSTALLER"), ("half", "METADATA")]:
         (place / f"{name}-1.dist-info").mkdir()
         (place / f"{name}-1.dist-info" / file).touch()
     fake_python(place, "exit 0")
-    setup.pip("install", "half")
+    packages.pip("install", "half")
     assert [path.name for path in place.glob("*.dist-info")] == ["whole-1.dist-info"]
 
 
@@ -245,10 +247,10 @@ def test_interruption_stops_pip(place, monkeypatch):
             super().__init__(*arguments, **options)
             started.append(self)
 
-    monkeypatch.setattr(setup, "progress", interrupted)
-    monkeypatch.setattr(setup.subprocess, "Popen", Popen)
+    monkeypatch.setattr(packages, "progress", interrupted)
+    monkeypatch.setattr(packages.subprocess, "Popen", Popen)
     with pytest.raises(KeyboardInterrupt):
-        setup.run_pip([str(setup.PYTHON)], 0)
+        packages.run_pip([str(places.PYTHON)], 0)
     assert started[0].returncode == -signal.SIGTERM
 
 
@@ -258,10 +260,10 @@ def test_torch_comes_from_its_own_index_only_where_the_others_lack_it(monkeypatc
     def pip(*arguments, total=0):
         calls.append(arguments)
         if "--extra-index-url" not in arguments:
-            raise setup.NoSuchDistribution("none")
+            raise packages.NoSuchDistribution("none")
 
-    monkeypatch.setattr(setup, "pip", pip)
-    setup.install_torch({"torch": "2.0+cpu", "torch_index": "https://index.invalid"})
+    monkeypatch.setattr(steps, "pip", pip)
+    steps.install_torch({"torch": "2.0+cpu", "torch_index": "https://index.invalid"})
     assert [("https://index.invalid" in call, call[-1]) for call in calls] == [
         (False, "torch==2.0+cpu"),
         (True, "torch==2.0+cpu"),
@@ -278,7 +280,7 @@ def test_torch_comes_from_its_own_index_only_where_the_others_lack_it(monkeypatc
     ],
 )
 def test_position_of_pip(lines, position):
-    assert setup.pip_position(lines, 9) == position
+    assert packages.pip_position(lines, 9) == position
 
 
 def test_old_python_is_refused_in_one_sentence(tmp_path):
@@ -294,15 +296,15 @@ def test_old_python_is_refused_in_one_sentence(tmp_path):
 
 
 def test_unpatched_engine_can_be_run_beside_the_patched_one():
-    if Path(sys.prefix) != setup.VENV:
+    if Path(sys.prefix) != places.VENV:
         pytest.skip("needs .venv; run scripts/test")
     code = (
         "import importlib.util, importlib.metadata, json; "
         "print(json.dumps([importlib.util.find_spec('vllm').origin, importlib.metadata.version('vllm')]))"
     )
-    environment = {**os.environ, "PYTHONPATH": str(setup.UPSTREAM)}
+    environment = {**os.environ, "PYTHONPATH": str(places.UPSTREAM)}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     origin, version = json.loads(result.stdout)
-    assert Path(origin) == setup.UPSTREAM / "vllm" / "__init__.py"
+    assert Path(origin) == places.UPSTREAM / "vllm" / "__init__.py"
     assert version.split("+")[0] == pins()["vllm"]["version"]
-    assert not (setup.UPSTREAM / "vllm" / "v1" / "elastic_kv").exists()
+    assert not (places.UPSTREAM / "vllm" / "v1" / "elastic_kv").exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from elastic_tools.pins import CACHE
-from elastic_tools.setup import PYTHON, UPSTREAM, site_packages
+from elastic_tools.setup.places import PYTHON, UPSTREAM, site_packages
 
 LOGS = CACHE / "bench"
 PROGRAM = Path(__file__).with_name("engine.py")

@@ -5,7 +5,7 @@ import sys
 import time
 
 from elastic_tools.patchset.errors import Refusal
-from elastic_tools.setup import SetupError
+from elastic_tools.setup.show import SetupError
 from elastic_tools.upstream_tests.lists import LIST, NOT_RUN, SUITE, misplaced, read_groups, read_list, write_list
 from elastic_tools.upstream_tests.run import Failure, run_suite
 

@@ -16,7 +16,8 @@ from tqdm import tqdm
 from elastic_tools.patchset.fetch import ensure_source
 from elastic_tools.patchset.project import Project
 from elastic_tools.pins import CACHE, ROOT
-from elastic_tools.setup import LOCKS, PYTHON, UPSTREAM, pip, site_packages
+from elastic_tools.setup.packages import pip
+from elastic_tools.setup.places import LOCKS, PYTHON, UPSTREAM, site_packages
 from elastic_tools.upstream_tests.lists import DATA, SUITE
 
 WORK = CACHE / "upstream-tests"

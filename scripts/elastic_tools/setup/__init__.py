@@ -1,0 +1,1 @@
+"""Makes ``.venv``: the pinned engine, the tools, and the patch series on top. Standard library only."""
