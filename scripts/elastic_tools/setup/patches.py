@@ -13,7 +13,7 @@ APPLIED, NOT_APPLIED, MODIFIED, OTHER_SERIES = 0, 3, 5, 6  # what `patchset stat
 
 def patchset(verb: str) -> subprocess.CompletedProcess[str]:
     """Runs ``scripts/patchset VERB .venv``."""
-    command = [sys.executable, places.ROOT / "scripts" / "patchset", verb, places.VENV]
+    command = [sys.executable, str(places.ROOT / "scripts" / "patchset"), verb, str(places.VENV)]
     return subprocess.run(command, capture_output=True, text=True, cwd=places.ROOT)
 
 

@@ -65,7 +65,7 @@ def make_elastic(
     block_bytes = [_bytes_per_block(kv_cache_config) for kv_cache_config in kv_cache_configs]
     layout = _layout(config, kv_cache_configs, block_bytes, probes, available_memory)
     logger.info(
-        "Elastic KV cache: %d of up to %d blocks resident (base %d, chunks of %d blocks, %d bytes a block, "
+        "Elastic KV cache: %d of up to %d blocks resident (base %d, blocks per chunk %d, bytes per block %d, "
         "page driver %s, policy %s)",
         layout.start_blocks,
         layout.capacity_blocks,
