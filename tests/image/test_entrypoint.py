@@ -71,7 +71,7 @@ def test_arguments_go_to_vllm_as_they_are(container):
     container.program("vllm", NOTE)
     assert ended(container.start("owner/a model", "--elastic-kv-config", '{"start": "1GiB"}')) == 0
     assert container.said() == [
-        'vllm serve --port 8000 --shutdown-timeout 30 owner/a model --elastic-kv-config {"start": "1GiB"}'
+        'vllm serve owner/a model --port 8000 --shutdown-timeout 30 --elastic-kv-config {"start": "1GiB"}'
     ]
 
 
@@ -86,7 +86,21 @@ def test_arguments_go_to_vllm_as_they_are(container):
 def test_settings_from_the_environment(container, environment, options):
     container.program("vllm", NOTE)
     assert ended(container.start("m", **environment)) == 0
-    assert container.said() == [f"vllm serve {options} m"]
+    assert container.said() == [f"vllm serve m {options}"]
+    assert ended(container.start("--config", "a.yaml", **environment)) == 0
+    assert container.said()[1:] == [f"vllm serve {options} --config a.yaml"]
+
+
+@pytest.mark.parametrize("profile", sorted((ROOT / "configs" / "profiles").glob("*.yaml")), ids=lambda path: path.stem)
+def test_vllm_finds_the_model_beside_a_profile(container, profile):
+    """It looks for it behind `serve`, before any option."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    container.program("vllm", 'printf "%s\\n" "$@" >> "$NOTES"\n')
+    assert ended(container.start("owner/model", "--config", str(profile))) == 0
+    arguments = FlexibleArgumentParser()._pull_args_from_config(container.said())
+    assert arguments[:2] == ["serve", "owner/model"]
+    assert "--elastic-kv-config" in arguments
 
 
 def test_without_ray_the_server_takes_the_place_of_the_script(container):
