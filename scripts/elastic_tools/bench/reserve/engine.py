@@ -110,15 +110,15 @@ class Engine:
         """Decodes until what may be lent is lent. Returns the seconds between tokens."""
         gaps: list[float] = []
         begin = before = time.perf_counter()
-        while len(gaps) < WARM_STEPS or before - begin < WAIT_S or self._lending(before - begin):
+        more = WARM_STEPS  # the last ones end the resize
+        while more:
             now, _ = self.step()
             gaps.append(now - before)
             before = now
+            blocks, passed = self.state()["blocks"], now - begin
+            lending = blocks["resident"] < blocks["allowed"] and passed < LEND_LIMIT_S
+            more = WARM_STEPS if lending or passed < WAIT_S else more - 1
         return gaps[1:]
-
-    def _lending(self, passed: float) -> bool:
-        blocks = self.state()["blocks"]
-        return bool(blocks["resident"] < blocks["allowed"]) and passed < LEND_LIMIT_S
 
     def _fill(self, name: str, seed: int, length: int) -> None:
         """Sends one short prompt after the other until no block is left that holds nothing of use."""
