@@ -103,11 +103,11 @@ def test_two_engines_on_one_device():
 
 
 def test_a_limit_that_the_free_memory_does_not_show():
-    """As MPS can set one, or where another process was quicker: out of memory is out of memory, and can be had later."""
+    """As MPS can set one, or where another process was quicker: nothing is changed, and it can be had later."""
     arena = make_arena(device.StandInDriver())
     arena.attach([0])
     device.fail("cuMemCreate", 2, OUT_OF_MEMORY)
-    with pytest.raises(OutOfMemoryError, match="cuMemCreate .*CUDA_ERROR_OUT_OF_MEMORY"):
+    with pytest.raises(OutOfMemoryError, match=r"cuMemCreate .*CUDA_ERROR_OUT_OF_MEMORY"):
         arena.attach([1, 2])
     assert arena.attached == {0}
     assert arena.settle(SETTLE_S)
