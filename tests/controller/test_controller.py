@@ -1,5 +1,6 @@
 """Resizes as transactions over several ranks: every outcome leaves one size everywhere."""
 
+import gc
 import random
 import time
 from collections import deque
@@ -654,6 +655,7 @@ class TestCutsOnAFullDevice:
     def lay(self, ranks_full: int):
         """Runs of chunks 0 to 3 and of 4 to 7 on two devices, of which the first `ranks_full` have no memory left."""
         needs_stand_in()
+        gc.collect()  # the drivers of earlier tests, before their contexts are forgotten
         device.reset()
         device.forget()
         strides = [2 * PAGE, 2 * PAGE] if ranks_full == 2 else [2 * PAGE, PAGE]
