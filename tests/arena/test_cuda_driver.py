@@ -2,11 +2,13 @@
 
 import gc
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.cuda_stand_in import cuda_stand_in as device
 from vllm.v1.elastic_kv import cuda_driver, worker_side
+from vllm.v1.elastic_kv.layout import ElasticKVLayout, Segment
 from vllm.v1.elastic_kv.page_driver import OutOfMemoryError, PageDriverError, check_driver, make_driver
 
 from .arenas import SETTLE_S, detach, fill, holds, make_arena
@@ -374,6 +376,21 @@ def test_whole_runs_can_go_where_others_cannot_be_cut(aside):
     assert arena.attached == {0}
     assert holds(arena, 0, 7)
     arena.close()
+
+
+@pytest.mark.parametrize("name", ["Residency", "attach"])
+def test_a_cache_that_a_worker_cannot_have_leaves_nothing(monkeypatch, name):
+    def fails(*_):
+        raise torch.OutOfMemoryError("made to fail")
+
+    layout = ElasticKVLayout(base_blocks=1, start_blocks=2, capacity_blocks=4, chunk_blocks=1, driver="cuda")
+    monkeypatch.setattr(worker_side, "segments_of", lambda *_: [Segment(0, PAGE), Segment(4 * PAGE, PAGE)])
+    monkeypatch.setattr(worker_side, "_driver", lambda *_: device.StandInDriver())
+    monkeypatch.setattr(worker_side if name == "Residency" else worker_side.KVArena, name, fails)
+    config = SimpleNamespace(elastic_kv=layout, kv_cache_tensors=[])
+    with pytest.raises(torch.OutOfMemoryError):
+        worker_side.allocate(config, torch.device("cuda", 0))
+    assert device.left() == (0, 0, 0, 0)
 
 
 def test_a_machine_without_a_driver_gets_one_sentence(python_without_vllm):
