@@ -13,17 +13,24 @@ def driver(request):
     return CONTRACT[request.param]()
 
 
+@pytest.fixture(scope="module")
+def small_collections():
+    """Collections of garbage look at what the file's own tests made, and are quick: a test makes many."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
-def clean_device():
+def clean_device(small_collections):
     """A device of the stand-in's that has nothing before the test and has to have nothing after it."""
     needs_stand_in()
     gc.collect()
-    gc.freeze()  # so that the many collections of a test look at its own objects alone
     device.reset()
     device.forget()
     yield
     gc.collect()
-    gc.unfreeze()
     assert device.left() == (0, 0, 0, 0)
 
 

@@ -2,17 +2,19 @@
 
 import gc
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.cuda_stand_in import cuda_stand_in as device
 from vllm.v1.elastic_kv import cuda_driver, worker_side
+from vllm.v1.elastic_kv.layout import ElasticKVLayout, Segment
 from vllm.v1.elastic_kv.page_driver import OutOfMemoryError, PageDriverError, check_driver, make_driver
 
 from .arenas import SETTLE_S, detach, fill, holds, make_arena
 
 PAGE = 4096
-INVALID = 1
+INVALID, OUT_OF_MEMORY = 1, 2
 NONE, FIRST, SECOND = -1, 0, 1  # devices whose context a thread has
 
 pytestmark = pytest.mark.usefixtures("clean_device")
@@ -100,6 +102,32 @@ def test_two_engines_on_one_device():
     assert holds(first, 3, 3)
     first.close()
     second.close()
+
+
+def test_a_limit_that_the_free_memory_does_not_show():
+    """As MPS can set one, or where another process was quicker: nothing is changed, and it can be had later."""
+    arena = make_arena(device.StandInDriver())
+    arena.attach([0])
+    device.fail("cuMemCreate", 2, OUT_OF_MEMORY)
+    with pytest.raises(OutOfMemoryError, match=r"cuMemCreate .*CUDA_ERROR_OUT_OF_MEMORY"):
+        arena.attach([1, 2])
+    assert arena.attached == {0}
+    assert arena.settle(SETTLE_S)
+    assert arena.driver.total_bytes() - arena.driver.available_bytes() == arena.chunk_bytes
+    arena.attach([1, 2])
+    arena.close()
+
+
+def test_memory_that_the_driver_is_slow_to_take_back_is_waited_for():
+    arena = make_arena(device.StandInDriver())
+    device.reset(nbytes=4 * arena.chunk_bytes)
+    arena.attach([0, 1])
+    arena.attach([2, 3])
+    device.delay("cuMemRelease")
+    arena.detach([2, 3])
+    arena.attach([4, 5])
+    assert arena.attached == {0, 1, 4, 5}
+    arena.close()
 
 
 def on_a_new_thread(function, context: int = NONE):
@@ -330,21 +358,39 @@ def test_a_cut_without_memory_for_it_changes_nothing():
     arena.close()
 
 
-def test_whole_runs_can_go_where_others_cannot_be_cut():
-    """What goes with a run that cannot be cut stays too: all or nothing. By itself it can go, and makes the memory."""
+@pytest.mark.parametrize("aside", [False, True])
+def test_whole_runs_can_go_where_others_cannot_be_cut(aside):
+    """One detach is all or nothing. The arena tells what can go by itself, which makes the memory for the rest."""
     arena = make_arena(device.StandInDriver())
     device.reset(nbytes=4 * arena.chunk_bytes)
     arena.attach([0, 1])
     arena.attach([2, 3])
     fill(arena, 0, 7)
     with pytest.raises(OutOfMemoryError, match="0 bytes are available"):
-        arena.detach([1, 2, 3])
+        detach(arena, [1, 2, 3], aside)
     assert arena.attached == {0, 1, 2, 3}
-    arena.detach([2, 3])
-    arena.detach([1])
+    assert arena.whole([1]) == []
+    assert arena.whole([3, 1, 2]) == [2, 3]
+    detach(arena, [2, 3], aside)
+    detach(arena, [1], aside)
     assert arena.attached == {0}
     assert holds(arena, 0, 7)
     arena.close()
+
+
+@pytest.mark.parametrize("name", ["Residency", "attach"])
+def test_a_cache_that_a_worker_cannot_have_leaves_nothing(monkeypatch, name):
+    def fails(*_):
+        raise torch.OutOfMemoryError("made to fail")
+
+    layout = ElasticKVLayout(base_blocks=1, start_blocks=2, capacity_blocks=4, chunk_blocks=1, driver="cuda")
+    monkeypatch.setattr(worker_side, "segments_of", lambda *_: [Segment(0, PAGE), Segment(4 * PAGE, PAGE)])
+    monkeypatch.setattr(worker_side, "_driver", lambda *_: device.StandInDriver())
+    monkeypatch.setattr(worker_side if name == "Residency" else worker_side.KVArena, name, fails)
+    config = SimpleNamespace(elastic_kv=layout, kv_cache_tensors=[])
+    with pytest.raises(torch.OutOfMemoryError):
+        worker_side.allocate(config, torch.device("cuda", 0))
+    assert device.left() == (0, 0, 0, 0)
 
 
 def test_a_machine_without_a_driver_gets_one_sentence(python_without_vllm):

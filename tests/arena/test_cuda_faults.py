@@ -9,6 +9,7 @@ from vllm.v1.elastic_kv.page_driver import OutOfMemoryError, PageDriverError
 
 from .arenas import SETTLE_S, fill, holds, make_arena, strides_of
 
+PAGE = 4096
 INVALID, OUT_OF_MEMORY = 1, 2
 NONE, SECOND = -1, 1
 MAKING = [
@@ -42,7 +43,10 @@ pytestmark = pytest.mark.usefixtures("clean_device")
 
 
 def life(context: int) -> None:
-    """All that a driver and an arena do, with a cut and with memory that is kept, on a thread of that context."""
+    """All that a driver and an arena do, with a cut and with memory that is kept, on a thread of that context.
+
+    What goes on in the background is waited for, so that the same call is the same one each time.
+    """
     device.enter(context)
     driver = device.StandInDriver()
     driver._keep_bytes = 4 * strides_of(driver)[0]
@@ -51,12 +55,18 @@ def life(context: int) -> None:
         arena.attach([0])
         fill(arena, 0, 1)
         arena.prepare([1, 2, 3, 4])
-        arena.attach([1, 2, 3, 4])
+        arena.begin_attach([1, 2, 3, 4])
+        assert arena.settle(SETTLE_S)
+        assert arena.ended()
         for chunk in (1, 2, 3, 4):
             assert holds(arena, chunk, 0)
             fill(arena, chunk, chunk + 1)
         arena.detach([2])
         assert all(holds(arena, chunk, chunk + 1) for chunk in (0, 1, 3, 4))
+        arena.begin_detach([0, 1])
+        assert arena.settle(SETTLE_S)
+        assert arena.ended()
+        arena.take_back([0, 1])
         arena.detach([0, 1])
         assert all(holds(arena, chunk, chunk + 1) for chunk in (3, 4))
         assert arena.reported_bytes() == arena.resident_bytes
@@ -120,3 +130,35 @@ def test_every_call_fails_once_and_nothing_is_left(call, code, caplog):
     assert told or call in ("cuMemRelease", "cuMemAddressFree", *ENDING)
     if call in MAKING:
         assert told == made
+
+
+def pressed() -> None:
+    """A driver finds too little, and gives up what it kept."""
+    driver = device.StandInDriver(keep_bytes=4 * PAGE)
+    handles: list[int] = []
+    try:
+        for _ in range(4):
+            handles.append(driver.create(PAGE))
+        while handles:
+            driver.release(handles[-1])
+            handles.pop()
+        handles.append(driver.create(4 * PAGE))
+    finally:
+        for handle in handles:
+            twice(lambda handle=handle: driver.release(handle))
+        twice(driver.give_up_kept)
+
+
+@pytest.mark.parametrize("code", [INVALID, OUT_OF_MEMORY], ids=["invalid", "out of memory"])
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemRelease"])
+def test_kept_memory_is_not_lost_where_giving_it_up_fails(call, code):
+    for number in range(1, 7):
+        device.reset(nbytes=4 * PAGE)
+        device.fail(call, number, code)
+        error = outcome_of(pressed)
+        # The fifth handle is refused anyway, and asked for again. Releases behind the fourth are repeated.
+        told = number <= 4 if call == "cuMemRelease" else (number, code) != (5, OUT_OF_MEMORY)
+        assert (error is not None) == told, number
+        del error
+        gc.collect()
+        assert device.left() == (0, 0, 0, 0), number

@@ -153,11 +153,13 @@ class Engine:
         divisible=False,
         reserve=None,
         run_chunks=1,
+        drivers=None,
     ) -> None:
         self.layout = make_layout(chunk_blocks, base, start, capacity)
         self.layout.reserve = reserve
         # One handle for each chunk and segment, so that a test can say which call fails.
-        self.drivers = [FaultyDriver(HostPageDriver() if divisible else Indivisible()) for _ in range(ranks)]
+        drivers = drivers or [HostPageDriver() if divisible else Indivisible() for _ in range(ranks)]
+        self.drivers = [FaultyDriver(driver) for driver in drivers]
         strides = strides or [4096] * ranks
         self.arenas = [
             make_arena(self.layout, driver, stride, run_chunks=run_chunks)

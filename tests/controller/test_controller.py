@@ -1,11 +1,14 @@
 """Resizes as transactions over several ranks: every outcome leaves one size everywhere."""
 
+import gc
 import random
 import time
 from collections import deque
 
 import pytest
-from pool.pools import TOKENS, cached_then_freed
+from arena.drivers import needs_stand_in
+from pool.pools import PAGE, TOKENS, cached_then_freed
+from support.cuda_stand_in import cuda_stand_in as device
 from vllm.distributed.kv_events import BlockRemoved
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.elastic_kv import accounts
@@ -644,6 +647,58 @@ class TestCuts:
         engine.check()
         assert brief(engine.resize(blocks=4)) == ("done", 12, 4, 0)
         engine.check()
+
+
+class TestCutsOnAFullDevice:
+    """Where a run cannot be cut, the whole runs that were to leave with it go, and may leave what the cut lacks."""
+
+    def lay(self, ranks_full: int):
+        """Runs of chunks 0 to 3 and of 4 to 7 on two devices, of which the first `ranks_full` have no memory left."""
+        needs_stand_in()
+        gc.collect()  # the drivers of earlier tests, before their contexts are forgotten
+        device.reset()
+        device.forget()
+        strides = [2 * PAGE, 2 * PAGE] if ranks_full == 2 else [2 * PAGE, PAGE]
+        drivers = [device.StandInDriver(ordinal) for ordinal in range(2)]
+        engine = Engine(start=4, capacity=8, run_chunks=4, strides=strides, drivers=drivers)
+        assert engine.resize(blocks=16)["outcome"] == "done"
+        device.reset(nbytes=device.library().stand_in_used(0))
+        engine.model_executor.calls.clear()
+        return engine
+
+    @pytest.mark.parametrize("ranks_full", [1, 2])
+    def test_the_whole_runs_make_the_room(self, ranks_full):
+        engine = self.lay(ranks_full)
+        answer = engine.resize(blocks=6)
+        assert brief(answer) == ("done", 16, 6, 0)
+        assert transactions(engine) == {"done": 2}
+        assert count_of(engine, "begin_detach") == 3
+        engine.check()
+        engine.close()
+        assert device.left() == (0, 0, 0, 0)
+
+    def test_somebody_else_takes_the_room(self):
+        engine = self.lay(ranks_full=2)
+        robbed = lambda: device.reset(nbytes=device.library().stand_in_used(0))  # noqa: E731
+        engine.model_executor.after["let_go"] = robbed
+        answer = engine.resize(blocks=6)
+        assert brief(answer) == ("partial", 16, 8, 0)
+        assert answer["reason"].startswith("rank 0: attach of ")
+        assert transactions(engine) == {"done": 1, "failed": 1}
+        engine.check()
+        engine.model_executor.after.clear()
+        device.reset()
+        assert brief(engine.resize(blocks=6)) == ("done", 8, 6, 0)
+        engine.check()
+        engine.close()
+
+    def test_nothing_but_the_cut_is_refused(self):
+        engine = self.lay(ranks_full=1)
+        answer = engine.resize(blocks=14)
+        assert brief(answer) == ("refused", 16, 16, 0)
+        assert count_of(engine, "begin_detach") == 1
+        engine.check()
+        engine.close()
 
 
 def count_of(engine, call: str) -> int:

@@ -2,7 +2,7 @@
 
     python smoke.py '{"model": "...", "elastic": {...}, "eager": false}'
 
-The last line of the output is JSON.
+The last line of the output that begins with a brace is JSON; the engine may log behind it as it ends.
 """
 
 import json
@@ -25,6 +25,7 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
         dtype="float32",
         max_model_len=1024,
         max_num_seqs=1,  # one at a time, so that no sum is made in another order
+        enable_prefix_caching=False,  # each round computes the same
         enforce_eager=options["eager"],
         elastic_kv_config=options["elastic"],
     )
@@ -47,4 +48,4 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print("\n" + json.dumps(main(json.loads(sys.argv[1]))))
+    print("\n" + json.dumps(main(json.loads(sys.argv[1]))), flush=True)

@@ -23,7 +23,7 @@ def run(environment: dict[str, str], **options) -> dict:
     command = [sys.executable, Path(__file__).with_name("smoke.py"), json.dumps(options)]
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert finished.returncode == 0, finished.stderr[-6000:]
-    return json.loads(finished.stdout.splitlines()[-1])
+    return json.loads([line for line in finished.stdout.splitlines() if line.startswith("{")][-1])
 
 
 @pytest.mark.parametrize(

@@ -71,12 +71,14 @@ static CUcontext current(void) { return depth ? stack[depth - 1] : NULL; }
 static CUresult enter(const char *name, int needs_context) {
     Call *call = named(name);
     pthread_mutex_lock(&lock);
-    call->calls++;
-    if (call->calls == call->delay_at) {
+    int number = ++call->calls;
+    if (number == call->delay_at) {
         struct timespec wait = {call->milliseconds / 1000, call->milliseconds % 1000 * 1000000L};
+        pthread_mutex_unlock(&lock); /* other threads' calls go on */
         nanosleep(&wait, NULL);
+        pthread_mutex_lock(&lock);
     }
-    if (call->calls == call->fail_at) return call->code;
+    if (number == call->fail_at) return call->code;
     if (!initialized && strcmp(name, "cuInit")) return CUDA_ERROR_NOT_INITIALIZED;
     if (needs_context && !current()) return CUDA_ERROR_INVALID_CONTEXT;
     return broken ? CUDA_ERROR_ILLEGAL_ADDRESS : CUDA_SUCCESS;

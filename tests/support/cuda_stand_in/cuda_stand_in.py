@@ -58,6 +58,11 @@ def fail(call: str, number: int = 1, code: int = 1) -> None:
     library().stand_in_fail(call.encode(), number, code)
 
 
+def delay(call: str, number: int = 1, milliseconds: int = 50) -> None:
+    """Let the `number`-th `call` from now on take so long. Calls of other threads go on meanwhile."""
+    library().stand_in_delay(call.encode(), number, milliseconds)
+
+
 def calls(call: str) -> int:
     """How often `call` was made since the last reset."""
     return library().stand_in_calls(call.encode())
@@ -83,6 +88,11 @@ def enter(ordinal: int) -> None:
 def current() -> int:
     """The device whose context the calling thread has, or -1."""
     return library().stand_in_current()
+
+
+def wait() -> None:
+    """Wait for the work of the device whose context the calling thread has, as a stream's `synchronize` does."""
+    assert library().cuCtxSynchronize() == 0
 
 
 def retained(ordinal: int = 0) -> int:

@@ -203,6 +203,11 @@ class KVArena:
         self._mapping.take(self._checked(chunks, attached=True))
         self._mapping.let_go()
 
+    def whole(self, chunks: Iterable[int]) -> list[int]:
+        """Those of `chunks`, which are attached, that can be detached without the memory that a cut takes."""
+        self._turn.wait()
+        return list(chunks) if self.driver.divisible else self._mapping.attached.whole(chunks)
+
     def begin_detach(self, chunks: Iterable[int]) -> None:
         """Start to detach `chunks` in the background. `ended` tells how it went, a failure of the cut included.
 

@@ -244,9 +244,11 @@ class CudaPageDriver(PageDriver):
         import torch
 
         stream = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(stream):
-            self._fill(places)
-        stream.synchronize()
+        try:
+            with torch.cuda.stream(stream):
+                self._fill(places)
+        finally:
+            stream.synchronize()  # also where it failed half-way: the pages are unmapped next
 
     def _fill(self, places: Sequence[tuple[int, int]]) -> None:
         import torch

@@ -112,8 +112,9 @@ class Cutter:
                 undo.add(driver.unmap, handle)
                 chunk += size
             driver.make_usable([handle for handle, _ in pieces])
-            source, target = driver.tensor(self._scratch, nbytes), driver.tensor(at, nbytes)
+            undo.add(driver.synchronize)  # copies may be under way when a later one fails
             with torch_errors("copy_", nbytes, driver.device):
+                source, target = driver.tensor(self._scratch, nbytes), driver.tensor(at, nbytes)
                 start = 0
                 for _, size in pieces:
                     end = start + size * unit

@@ -144,8 +144,8 @@ class Resizer:
             with Pause(job):
                 empty = self._pool.emptied()
             if empty:
-                error = yield from self._detach(job, empty)
-                gone += 0 if error else len(empty)
+                went, error = yield from self._detach(job, empty)
+                gone += went
             elif job.overdue:
                 error = f"not done within {job.request.timeout_s:g} s"
             else:
@@ -174,16 +174,29 @@ class Resizer:
         job.holds_steps = True
         yield Fence(self._engine)
 
-    def _detach(self, job: Job, chunks: Sequence[int]) -> Generator[Waitable, Any, str | None]:
-        """Detach chunks that were emptied, while the engine goes on. Returns why it could not be done."""
+    def _detach(self, job: Job, chunks: Sequence[int]) -> Generator[Waitable, Any, tuple[int, str | None]]:
+        """Detach chunks that were emptied, while the engine goes on. Returns how many went, or why none did.
+
+        Where they cannot all go, those do that need no cut. What they leave free may be what the others lack.
+        """
         # From here on their pages go, even if the caller's time is up: nothing uses them any more.
         yield Fence(self._engine)
         error = yield from self._aside(job, worker_side.begin_detach, worker_side.take_back, chunks)
-        if not error:
-            yield call(self._executor, worker_side.let_go)
-            with Pause(job):
-                self._pool.retire(chunks)
-        return error
+        if error and (whole := (yield from self._whole(chunks))):
+            job.rank_failed, chunks = False, whole
+            error = yield from self._aside(job, worker_side.begin_detach, worker_side.take_back, chunks)
+        if error:
+            return 0, error
+        yield call(self._executor, worker_side.let_go)
+        with Pause(job):
+            self._pool.retire(chunks)
+        return len(chunks), None
+
+    def _whole(self, chunks: Sequence[int]) -> Generator[Waitable, Any, list[int]]:
+        """Those of `chunks` that every rank can detach without a cut, if that is a part of them and not all."""
+        by_rank: list[list[int]] = yield call(self._executor, worker_side.whole, chunks)
+        whole = set(chunks).intersection(*by_rank)
+        return sorted(whole) if len(whole) < len(chunks) else []
 
     def _aside(
         self, job: Job, begin: Callable[[Any, Sequence[int]], float], undo: WorkerCall, chunks: Sequence[int]

@@ -89,6 +89,12 @@ class RunTable:
         """The runs in which some of `chunks` are."""
         return list(dict.fromkeys(self._of[chunk] for chunk in chunks if chunk in self._of))
 
+    def whole(self, chunks: Iterable[int]) -> list[int]:
+        """Those of `chunks` whose runs have no other chunks, so that nothing is cut to take them."""
+        wanted = frozenset(chunks)
+        runs = [run for run in self.touched(sorted(wanted)) if wanted.issuperset(run.chunks)]
+        return [chunk for run in runs for chunk in run.chunks]
+
     def take(self, chunks: Iterable[int]) -> list[Run]:
         """The runs that are exactly `chunks`, all of which are in the table. Longer runs are cut.
 

@@ -86,13 +86,13 @@ def allocate(kv_cache_config: "KVCacheConfig", device: "torch.device") -> "torch
     first = layout.start_blocks if layout.first_blocks is None else layout.first_blocks
     try:
         arena.attach(range(first // layout.chunk_blocks))
-    except PageDriverError:
+        buffer = arena.owned_tensor()
+        layout.residency = Residency(layout, buffer)
+        layout.residency.mark(arena.attached, True)
+    except Exception:  # whatever it is, torch's errors among them, nobody gets to have the range; it is raised again
         arena.close()
         raise
-    buffer = arena.owned_tensor()
     layout.arena = arena
-    layout.residency = Residency(layout, buffer)
-    layout.residency.mark(arena.attached, True)
     logger.info(
         "Elastic KV cache: reserved %d bytes in %d segments at %#x, of which %d are resident",
         arena.nbytes,
@@ -172,6 +172,11 @@ def begin_detach(worker: Any, chunks: Sequence[int]) -> float:
     _residency(worker).mark(chunks, False)
     _arena(worker).begin_detach(chunks)
     return (time.perf_counter() - start) * 1000
+
+
+def whole(worker: Any, chunks: Sequence[int]) -> list[int]:
+    """Those of `chunks` that this rank can detach without a cut, and so without memory for one."""
+    return _arena(worker).whole(chunks)
 
 
 def ended(worker: Any) -> RankReport | None:
