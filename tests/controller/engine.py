@@ -55,6 +55,7 @@ class Scheduler:
         self.kv_cache_manager = manager
         self.running: list[SimpleNamespace] = []
         self.waiting: list[SimpleNamespace] = []
+        self.kv_holding_waiting: list[SimpleNamespace] = []
         self.prev_step_scheduled_req_ids: set[str] = set()
 
     def run(self, name: str, count: int, **fields) -> SimpleNamespace:

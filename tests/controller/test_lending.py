@@ -147,6 +147,29 @@ class TestTakenBack:
         assert engine.controller.token_budget(MOST) == MOST * 1024 // 1200
         assert engine.resident_blocks() == OWN
 
+    def test_for_more_of_a_streamed_prompt(self, start, policy):
+        """A request that waits and has blocks is in another queue of upstream's, which is scheduled first."""
+        engine = lent(start, policy)
+        engine.scheduler.kv_holding_waiting.append(request("streamed", 108, 8))
+        assert engine.controller.token_budget(MOST) == MOST
+        assert engine.resident_blocks() == OWN
+
+    def test_log_probabilities_of_a_streamed_prompt_make_the_step_smaller(self, start, policy):
+        engine = lent(start, policy)
+        decode(engine, "second", 5)  # nothing can be taken back
+        engine.scheduler.kv_holding_waiting.append(request("streamed", 108, 8, prompt_logprobs=1))
+        assert engine.controller.token_budget(MOST) == LENT * 1024 // 1200
+        assert engine.resident_blocks() == ALL
+
+    def test_while_an_operator_asks_for_more_than_there_can_be(self, start, policy, monkeypatch):
+        """Such a resize is refused, but nothing has failed that the lender should wait for."""
+        monkeypatch.setattr(allowance, "RETRY_SECONDS", (1000.0, 1000.0))
+        engine = lent(start, policy)
+        assert engine.resize(blocks=ALL + 2)["outcome"] == "refused"
+        prefill(engine, 100)
+        assert engine.controller.token_budget(MOST) == MOST
+        assert engine.resident_blocks() == OWN
+
     def test_with_hysteresis(self, start, policy, clock):
         """A trickle of prompts does not move the reserve to and fro."""
         engine = lent(start, policy)

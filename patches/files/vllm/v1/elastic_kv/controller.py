@@ -303,7 +303,8 @@ class ElasticKVController:
         answer = self._accounts.ended(job)
         if self.lender is not None and not job.request.dry_run:
             self.lender.ended(job)
-        if not job.request.dry_run and (wait := self.allowance.ended(job.result.outcome == "done")):
+        # More than there can be while the prefill reserve is kept was asked for in vain, but nothing has failed.
+        if not job.request.dry_run and (wait := self.allowance.ended(job.result.after == job.target)):
             self._wake_after(wait)
         job.answer.set_result(answer)
         self._accounts.show()

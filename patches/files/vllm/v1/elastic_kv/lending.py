@@ -127,15 +127,17 @@ class Lender:
         wants the log probabilities of its prompt. What a waiting request finds in the prefix cache counts as well.
         """
         scheduler: Any = self._controller.scheduler
-        running, room = scheduler.running, self._room()
-        wanted = sum(map(_tokens_of, running))
-        for request in islice(scheduler.waiting, max(0, scheduler.max_num_active_reqs - len(running))):
+        # Those that wait and have blocks, as when more of a streamed prompt has come, are scheduled before others that wait.
+        active = [*scheduler.running, *scheduler.kv_holding_waiting]
+        room = self._room()
+        wanted = sum(map(_tokens_of, active))
+        for request in islice(scheduler.waiting, max(0, scheduler.max_num_active_reqs - len(active))):
             room -= cdiv(request.num_tokens, self._controller.block_tokens)
             if wanted >= most or room < 0:
                 break  # without room it needs blocks that are there only while the reserve is lent
             wanted += _tokens_of(request)
         # Of those that wait, any may get into the step: others may be passed over, or be prefixes of the cache's.
-        prompt_logprobs = any(map(_wants_prompt_logprobs, chain(running, scheduler.waiting)))
+        prompt_logprobs = any(map(_wants_prompt_logprobs, chain(active, scheduler.waiting)))
         return min(wanted, most), prompt_logprobs
 
     def _room(self) -> int:
