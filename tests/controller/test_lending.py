@@ -147,6 +147,33 @@ class TestTakenBack:
         assert engine.controller.token_budget(MOST) == MOST * 1024 // 1200
         assert engine.resident_blocks() == OWN
 
+    @pytest.mark.parametrize("before", [0, 1])
+    def test_blocks_move_after_the_step_of_the_pass_in_which_it_began(self, start, policy, before):
+        engine = lent(start, policy)
+        decode(engine, "second", 8)
+        blocks = engine.scheduler.blocks["second"]
+        engine.scheduler.blocks["second"] = blocks[::2]  # one in each chunk
+        engine.pool.free_blocks(blocks[1::2])
+        for _ in range(before):
+            engine.launch_step()
+        prefill(engine, 100)
+        engine.controller.token_budget(MOST)
+        if policy == "reclaim" and not before:  # it waits, and has a step only after that
+            assert engine.resident_blocks() == OWN
+            return
+        engine.launch_step()
+        for _ in range(before):
+            engine.end_step()
+        for _ in range(5):
+            engine.controller.poll()
+        assert engine.controller.holds_steps
+        assert "move" not in engine.model_executor.calls
+        engine.end_step()
+        engine.idle()
+        assert engine.resident_blocks() == OWN
+        assert engine.controller.state()["last"]["moved"]
+        engine.check()
+
     def test_for_more_of_a_streamed_prompt(self, start, policy):
         """A request that waits and has blocks is in another queue of upstream's, which is scheduled first."""
         engine = lent(start, policy)

@@ -127,7 +127,7 @@ class Lender:
         wants the log probabilities of its prompt. What a waiting request finds in the prefix cache counts as well.
         """
         scheduler: Any = self._controller.scheduler
-        # Those that wait and have blocks, as when more of a streamed prompt has come, are scheduled before others that wait.
+        # Those that wait and have blocks, as when more of a streamed prompt has come, are scheduled before the others.
         active = [*scheduler.running, *scheduler.kv_holding_waiting]
         room = self._room()
         wanted = sum(map(_tokens_of, active))

@@ -173,6 +173,8 @@ class Resizer:
         """Let the steps in flight end, and none begin until `holds_steps` is reset."""
         job.holds_steps = True
         yield Fence(self._engine)
+        # The lender begins within a scheduling pass, whose own step comes into flight only after that.
+        yield Fence(self._engine)
 
     def _detach(self, job: Job, chunks: Sequence[int]) -> Generator[Waitable, Any, tuple[int, str | None]]:
         """Detach chunks that were emptied, while the engine goes on. Returns how many went, or why none did.
