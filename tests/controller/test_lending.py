@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from pool.pools import TOKENS, cached_then_freed
-from vllm.v1.elastic_kv import allowance, lending
+from vllm.v1.elastic_kv import allowance, lending, worker_side
 from vllm.v1.elastic_kv.activation import ActivationModel, Line
 from vllm.v1.elastic_kv.reserve import make_reserve
 
@@ -146,6 +146,24 @@ class TestTakenBack:
         prefill(engine, 72, prompt_logprobs=1)
         assert engine.controller.token_budget(MOST) == MOST * 1024 // 1200
         assert engine.resident_blocks() == OWN
+
+    def test_from_a_loan_that_is_still_being_made(self, start, policy, monkeypatch):
+        """Pages for gigabytes take seconds to make: a prompt does not wait for a loan that it has to take back."""
+        engine = start(policy)
+        decode(engine)
+        making = [True]  # empty once what was made is given back
+        monkeypatch.setattr(worker_side, "busy", lambda worker: bool(making))
+        engine.model_executor.after["discard"] = making.clear
+        assert engine.controller.token_budget(MOST) == LENT
+        prefill(engine, 100)
+        budget = engine.controller.token_budget(MOST)
+        engine.idle()
+        assert budget == (MOST if policy == "reclaim" else LENT)
+        assert engine.controller.token_budget(MOST) == MOST
+        assert "begin_attach" not in engine.model_executor.calls
+        assert engine.resident_blocks() == OWN
+        assert borrowed_bytes(engine) == 0
+        engine.check()
 
     @pytest.mark.parametrize("before", [0, 1])
     def test_blocks_move_after_the_step_of_the_pass_in_which_it_began(self, start, policy, before):

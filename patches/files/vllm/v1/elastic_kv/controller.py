@@ -304,7 +304,8 @@ class ElasticKVController:
         if self.lender is not None and not job.request.dry_run:
             self.lender.ended(job)
         # More than there can be while the prefill reserve is kept was asked for in vain, but nothing has failed.
-        if not job.request.dry_run and (wait := self.allowance.ended(job.result.after == job.target)):
+        failed = job.result.after != job.target and not job.withdrawn
+        if not job.request.dry_run and (wait := self.allowance.ended(not failed)):
             self._wake_after(wait)
         job.answer.set_result(answer)
         self._accounts.show()

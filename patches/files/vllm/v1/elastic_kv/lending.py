@@ -84,6 +84,7 @@ class Lender:
         wanted, prompt_logprobs = self._wanted(min(most, self.reserve.most))
         if wanted > self.reserve.budget(self.lendable_blocks * self._block_bytes, prompt_logprobs):
             self._needed_at = time.monotonic()
+            self._stop_lending()
             if self.reserve.policy in BY_PHASE and self._controller.allowance.phase_blocks > self._own_blocks:
                 self._take_back()
         elif self._quiet:
@@ -156,6 +157,16 @@ class Lender:
         allowance.phase_blocks = target
         if target > controller.pool.num_gpu_blocks:
             controller.begin_own(ResizeRequest(blocks=target, allow_preemption=False), target, fenced=True)
+
+    def _stop_lending(self) -> None:
+        """What is not lent yet need not be taken back. Waits for the end where the policy may."""
+        controller = self._controller
+        job = controller.running_job
+        if job is None or not job.own or not job.fenced:
+            return
+        job.withdrawn = True
+        if self.reserve.policy == "reclaim" and not controller.steps_in_flight:
+            controller.poll(wait=True)
 
     def _take_back(self) -> None:
         """Begin to take back, and end it here if no step is in flight and the policy may wait for it.

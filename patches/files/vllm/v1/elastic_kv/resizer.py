@@ -146,10 +146,8 @@ class Resizer:
             if empty:
                 went, error = yield from self._detach(job, empty)
                 gone += went
-            elif job.overdue:
-                error = f"not done within {job.request.timeout_s:g} s"
             else:
-                error = yield from self._move(job)
+                error = job.given_up or (yield from self._move(job))
         if error:
             self._pool.restore()
         self._publish(job)
@@ -239,8 +237,8 @@ class Resizer:
         if reason := _reason(reports):
             job.rank_failed = True
             return reason
-        yield from self._look(worker_side.busy, _all_idle, lambda: job.overdue)
-        return f"not done within {job.request.timeout_s:g} s" if job.overdue else None
+        yield from self._look(worker_side.busy, _all_idle, lambda: job.given_up is not None)
+        return job.given_up
 
     def _available_bytes(self) -> Generator[Waitable, Any, int]:
         """Memory that each rank can have now."""

@@ -73,10 +73,19 @@ class Job:
     holds_all_steps: bool = False
     # It begins when the steps that are in flight have ended, which may need the memory that it takes.
     fenced: bool = False
+    # Who wanted it does not any more: it ends as soon as it can.
+    withdrawn: bool = False
 
     @property
     def overdue(self) -> bool:
         return time.monotonic() - self.asked_at > self.request.timeout_s
+
+    @property
+    def given_up(self) -> str | None:
+        """Why it is not to go on, if it is not."""
+        if self.withdrawn:
+            return "a large prefill needs the memory"
+        return f"not done within {self.request.timeout_s:g} s" if self.overdue else None
 
     def end(self, outcome: Outcome, reason: str | None = None) -> ResizeResult:
         self.result.outcome, self.result.reason = outcome, reason
