@@ -65,5 +65,6 @@ def ray_environment(environment: dict[str, str]) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",  # else processes need a token that Ray keeps in the home directory
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_worker_niceness": "0",  # else ranks have what all other processes leave
         "RAY_DEDUP_LOGS": "0",  # each rank tells where its cache lies
     }
