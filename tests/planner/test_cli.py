@@ -90,9 +90,42 @@ def test_many_plans_on_several_processes_are_what_they_are_on_one(tmp_path, caps
 
 def test_a_plan_without_room_is_listed_with_the_reason(tmp_path, capsys):
     path = tmp_path / "plan.json"
-    assert main(["estimate", "--model", "Llama-3.1-70B", "--json", str(path)]) == 0
-    assert "It does not fit: weights of 131.4 GiB" in said(capsys)
+    assert main(["estimate", "--model", "Llama-3.1-70B", "--json", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert "It does not fit: weights of 131.4 GiB" in printed.out
+    assert "fits nowhere" in printed.err
+    assert "the nearest choice is --weights fp8" in printed.err
     assert json.loads(path.read_text())["users"] == 0
+
+
+def test_a_table_without_a_plan_that_fits_is_refused(capsys):
+    assert main(["compare", "--model", "Llama-3.1-70B", "--gpu", "L40S", "--tp", "1"]) == 2
+    assert "the nearest choice is --weights fp8" in capsys.readouterr().err
+
+
+def test_a_chunk_beyond_the_memory_is_refused(capsys):
+    assert main(["estimate", *LLAMA, "--chunk", "1000000000"]) == 2
+    assert "a smaller --chunk" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["estimate", *LLAMA, "--json", "none/plan.json"], "--json is in 'none', which is no folder"),
+        (["estimate", *LLAMA, "--csv", "."], "--csv is '.', which is a folder"),
+        (["compare", *LLAMA, "--plot", "none/plan.png"], "--plot is in 'none', which is no folder"),
+        (["study", "--output", "file/study"], "--output is 'file/study', and no folder can be made there"),
+        (["accuracy", "--output", "file"], "--output is 'file', and no folder can be made there"),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_any_work(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert words in error
+    assert "the nearest is" in error
 
 
 def test_price_changes_dollars_and_nothing_else(tmp_path, capsys):

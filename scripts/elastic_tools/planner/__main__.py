@@ -7,7 +7,7 @@ from pathlib import Path
 from elastic_tools.planner import options, record
 from elastic_tools.planner.cache import cache_problem
 from elastic_tools.planner.errors import PlanError
-from elastic_tools.planner.estimate import Estimate, Plan, estimate
+from elastic_tools.planner.estimate import Estimate, Plan, estimate, largest, nowhere
 from elastic_tools.planner.options import Question
 
 EXAMPLES = """examples:
@@ -114,6 +114,8 @@ def estimate_verb(given: argparse.Namespace) -> None:
         asked.plan(asked.gpus[0], asked.tps[0], asked.caches[0], asked.chunks[0]), asked.workload, asked.seed
     )
     show(given, record.explain(found, asked.workload), [found], record.full(found))
+    if found.problem:
+        raise PlanError(nowhere(found.plan, asked.workload.length))
 
 
 def evaluate(asked: Question, plans: list[Plan]) -> list[Estimate]:
@@ -144,6 +146,8 @@ def compare_verb(given: argparse.Namespace) -> None:
         from elastic_tools.planner import plots
 
         plots.pareto([each for each in found if each.outcome], given.plot)
+    if all(each.problem for each in found):
+        raise PlanError(nowhere(largest(plans), asked.workload.length))
 
 
 def recommend_verb(given: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """What a plan gives and costs: memory, requests at a time, latencies, dollars for a million tokens."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -141,6 +142,23 @@ def why_not(plan: Plan, memory: Budget, length: int) -> str | None:
             "and the null block"
         )
     return None
+
+
+def largest(plans: Sequence[Plan]) -> Plan:
+    """The plan with the most memory."""
+    return max(plans, key=lambda each: each.tp * each.gpu.memory)
+
+
+def nowhere(plan: Plan, length: int) -> str:
+    """The sentence for a model that does not fit, not even on ``plan``, the largest one that was offered."""
+    memory, bits = plan.memory(), plan.model.weights.bits
+    sentence = (
+        f"{plan.model.name} with requests of {length:,} tokens fits nowhere: on {plan.tp} x {plan.gpu.name} "
+        f"its weights take {memory.weights / GIB:.1f} of {memory.requested / GIB:.1f} GiB a GPU, and steps and "
+        f"framework {(memory.requested - memory.cache - memory.weights) / GIB:.1f}"
+    )
+    smaller = "--weights fp8, " if bits > 8 else "--weights int4, " if bits > 4 else ""
+    return f"{sentence}; the nearest choice is {smaller}more GPUs, a smaller --chunk, or shorter requests."
 
 
 def steady(times: StepTimes, chunk: int, concurrency: int, prompt: int, output: int) -> Steady:

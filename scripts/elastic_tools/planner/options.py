@@ -1,6 +1,7 @@
 """Command-line options that describe a model, GPUs and a workload, and what they mean."""
 
 import argparse
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,29 @@ def check(given: argparse.Namespace) -> None:
         raise PlanError(f"--plot is {str(plot)!r}, which is no picture; the nearest is {plot.with_suffix('.png')}.")
     if seed < 0:
         raise PlanError(f"--seed is {seed}, and must be 0 or more.")
+    for name in ("json", "csv", "plot"):
+        path = getattr(given, name, None)
+        if path is not None and path != Path("-"):
+            _check_file(f"--{name}", path)
+    if (folder := getattr(given, "output", None)) is not None:
+        exists = _existing(folder)
+        if not exists.is_dir() or not os.access(exists, os.W_OK):
+            raise PlanError(f"--output is {str(folder)!r}, and no folder can be made there; the nearest is '.'.")
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the folder above it that is nearest to it and exists."""
+    return next(each for each in (path, *path.absolute().parents) if each.exists())
+
+
+def _check_file(name: str, path: Path) -> None:
+    """Refuses a file that cannot be written. Raises ``PlanError``."""
+    if path.is_dir():
+        raise PlanError(f"{name} is {str(path)!r}, which is a folder; the nearest is {str(path / 'plan')!r}.")
+    if not path.parent.is_dir():
+        raise PlanError(f"{name} is in {str(path.parent)!r}, which is no folder; the nearest is {path.name!r}.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PlanError(f"{name} is {str(path)!r}, which cannot be written; the nearest is {path.name!r} here.")
 
 
 def prices(given: list[str]) -> dict[str, float]:

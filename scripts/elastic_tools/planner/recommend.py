@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from elastic_tools.planner.cache import CacheDtype, cache_dtype, cache_problem
 from elastic_tools.planner.errors import PlanError
-from elastic_tools.planner.estimate import Estimate, Plan, estimate, run
+from elastic_tools.planner.estimate import Estimate, Plan, estimate, largest, nowhere, run
 from elastic_tools.planner.hardware import GPU
 from elastic_tools.planner.memory import GIB
 from elastic_tools.planner.options import Question
@@ -43,7 +43,7 @@ def recommend(asked: Question) -> Decision:
 
     found = [decision for device in asked.gpus if (decision := on(asked, device, evaluate))]
     if not found:
-        raise PlanError(nowhere(asked))
+        raise PlanError(nowhere(largest(asked.plans()), asked.workload.length))
     best = min(found, key=lambda each: (not each.chosen.met, each.chosen.dollars))
     if len(found) == 1:
         return best
@@ -51,21 +51,6 @@ def recommend(asked: Question) -> Decision:
     first = f"GPU: {best.chosen.plan.gpu.name}. Decided for each GPU alone, a million output tokens cost: {others}."
     every = tuple(each for decision in found for each in decision.considered)
     return replace(best, steps=(first, *best.steps), considered=every)
-
-
-def nowhere(asked: Question) -> str:
-    """The sentence for a model that fits on no GPU that was offered."""
-    plan = max(asked.plans(), key=lambda each: each.tp * each.gpu.memory)
-    memory = plan.memory()
-    sentence = (
-        f"{asked.model.name} with requests of {asked.workload.length:,} tokens fits nowhere: on "
-        f"{plan.tp} x {plan.gpu.name} "
-        f"its weights take {memory.weights / GIB:.1f} of {memory.requested / GIB:.1f} GiB a GPU"
-    )
-    if asked.model.weights.bits > 4:
-        smaller = "fp8" if asked.model.weights.bits > 8 else "int4"
-        return f"{sentence}; the nearest choice is --weights {smaller}, more GPUs, or shorter requests."
-    return f"{sentence}; the nearest choice is more GPUs or shorter requests."
 
 
 def on(asked: Question, device: GPU, evaluate: Evaluate) -> Decision | None:
@@ -229,8 +214,9 @@ def reserve_step(asked: Question, chosen: Estimate, evaluate: Evaluate) -> tuple
 
 
 def lend(asked: Question, chosen: Estimate, blocks: int) -> Outcome:
-    """The simulation of a plan whose reserve is lent as ``blocks`` more blocks while no step is "
-    "larger than a decode step."""
+    """The simulation of a plan whose reserve is lent as ``blocks`` more blocks while no step is larger than a decode
+    step.
+    """
     plan, workload = chosen.plan, asked.workload
     if not (workload.rate or workload.concurrency):
         held = (chosen.memory.blocks - 1 + blocks) // chosen.memory.request_blocks(workload.length)

@@ -3,6 +3,7 @@
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from elastic_tools.planner.claims import COMMON, GAP_HEAD, claim_rows, gap_rows, walls
@@ -13,7 +14,9 @@ from elastic_tools.planner.regime import Regime, summary
 if TYPE_CHECKING:
     from elastic_tools.planner.study import Cell, Pair
 
-WHY = f"""\
+# Wrapped after the figures are in, so that the page is the same whatever their length.
+WHY = fill(
+    f"""\
 A compressed cache that costs what its bytes cost always wins where the weights fit one GPU. Published kernels do
 not all read that fast. fp8 does: it is measured on three of the four GPUs, and a decode step is faster with it than
 with 16 bit. The formats with a scale for each token and head are modelled at {DEQUANTISATION["int8_per_token_head"]}
@@ -22,7 +25,11 @@ with 16 bit. The formats with a scale for each token and head are modelled at {D
 and 1.28, and both assume how much of a step is attention (`scripts/elastic_tools/planner/operators.py` names
 them). With such factors fewer bytes buy room more than speed, so where decode attention fills most of a step (long
 contexts, many requests), more GPUs with a 16-bit cache can be cheaper than a small cache that is slow to read. "Free
-to read" below are the same formats at the cost of their bytes: with them the paper's result comes out."""
+to read" below are the same formats at the cost of their bytes: with them the paper's result comes out.""",
+    width=120,
+    break_long_words=False,
+    break_on_hyphens=False,
+)
 
 
 def terminal(cells: Sequence["Cell"], found: Sequence["Pair"]) -> str:
