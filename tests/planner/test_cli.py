@@ -193,7 +193,7 @@ def test_a_config_json_is_read_like_a_preset(tmp_path, capsys):
 def test_what_cannot_be_written_is_said(capsys):
     missing = Path("/proc/nowhere/plan.csv")
     assert main(["estimate", *LLAMA, "--concurrency", "4", "--csv", str(missing)]) == 2
-    assert "plan: /proc/nowhere" in capsys.readouterr().err
+    assert "--csv is in '/proc/nowhere', which is no folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
