@@ -150,6 +150,13 @@ def test_the_status_is_the_server_s(container, status):
     assert container.said()[-1] == "ray got TERM"
 
 
+def test_the_status_of_a_server_that_is_gone_before_it_is_looked_for(container):
+    container.program("vllm", "exit 7\n")
+    slow = container.folder / "slow"
+    slow.write_text('kill() {\n    if [ "$1" = -0 ]; then sleep 0.3; fi\n    builtin kill "$@"\n}\n')
+    assert ended(container.start("m", RAY_MODE="head", BASH_ENV=str(slow))) == 7
+
+
 def test_a_second_signal_while_the_server_drains_changes_nothing(container):
     container.program(
         "vllm",
