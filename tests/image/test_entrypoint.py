@@ -14,7 +14,9 @@ from elastic_tools.pins import ROOT
 ENTRYPOINT = ROOT / "docker" / "entrypoint"
 HEALTHCHECK = ROOT / "docker" / "healthcheck"
 NOTE = 'echo "$(basename "$0") $*" >> "$NOTES"\n'
-UNTIL_TERM = 'trap \'echo "$(basename "$0") got TERM" >> "$NOTES"; exit %d\' TERM\nwhile :; do sleep 0.02; done\n'
+# Whoever reads a program's note may send it a signal: the trap comes first.
+TRAP = 'trap \'echo "$(basename "$0") got TERM" >> "$NOTES"; exit 0\' TERM\n'
+LOOP = "while :; do sleep 0.02; done\n"
 
 
 class Container:
@@ -26,8 +28,8 @@ class Container:
         self.bin.mkdir()
         self.notes.touch()
         self.nodes(1)
-        self.program("vllm", NOTE + 'echo "ray at ${RAY_ADDRESS:-none}" >> "$NOTES"\n' + UNTIL_TERM % 0)
-        self.program("ray", NOTE + UNTIL_TERM % 0)
+        self.program("vllm", TRAP + NOTE + 'echo "ray at ${RAY_ADDRESS:-none}" >> "$NOTES"\n' + LOOP)
+        self.program("ray", TRAP + NOTE + LOOP)
         self.program("python3", 'cat "$NOTES.nodes"\n')
 
     def program(self, name: str, text: str) -> None:
@@ -145,7 +147,7 @@ def test_a_ray_that_ends_is_told(container):
 
 @pytest.mark.parametrize("status", [0, 1, 7])
 def test_the_status_is_the_server_s(container, status):
-    container.program("vllm", f"exit {status}\n")
+    container.program("vllm", f'until grep -q "^ray start" "$NOTES"; do sleep 0.01; done\nexit {status}\n')
     assert ended(container.start("m", RAY_MODE="head")) == status
     assert container.said()[-1] == "ray got TERM"
 
@@ -160,9 +162,7 @@ def test_the_status_of_a_server_that_is_gone_before_it_is_looked_for(container):
 def test_a_second_signal_while_the_server_drains_changes_nothing(container):
     container.program(
         "vllm",
-        NOTE
-        + 'trap \'echo first >> "$NOTES"; trap "" TERM; sleep 0.5; exit 0\' TERM\n'
-        + "while :; do sleep 0.02; done\n",
+        'trap \'echo first >> "$NOTES"; trap "" TERM; sleep 0.5; exit 0\' TERM\n' + NOTE + LOOP,
     )
     process = container.start("m", RAY_MODE="head")
     container.wait_for("vllm serve")
