@@ -1,5 +1,6 @@
 """The entrypoint and the health check of the images, with programs in place of vLLM and Ray that note their calls."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -26,6 +27,7 @@ class Container:
         self.folder, self.notes = folder, folder / "notes"
         self.bin = folder / "bin"
         self.bin.mkdir()
+        self.sessions: list[int] = []
         self.notes.touch()
         self.nodes(1)
         self.program("vllm", TRAP + NOTE + 'echo "ray at ${RAY_ADDRESS:-none}" >> "$NOTES"\n' + LOOP)
@@ -43,7 +45,16 @@ class Container:
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen:
         path = f"{self.bin}:/usr/bin:/bin"
         given = {"PATH": path, "NOTES": str(self.notes), "RAY_POLL_SECONDS": "0.05", **environment}
-        return subprocess.Popen([ENTRYPOINT, *arguments], env=given, stderr=subprocess.PIPE, text=True)
+        command = [ENTRYPOINT, *arguments]
+        process = subprocess.Popen(command, env=given, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        self.sessions.append(process.pid)
+        return process
+
+    def end(self) -> None:
+        """Whatever a test that failed left behind."""
+        for session in self.sessions:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(session, signal.SIGKILL)
 
     def said(self) -> list[str]:
         return self.notes.read_text().splitlines()
@@ -57,7 +68,9 @@ class Container:
 
 @pytest.fixture
 def container(tmp_path):
-    return Container(tmp_path)
+    one = Container(tmp_path)
+    yield one
+    one.end()
 
 
 def ended(process: subprocess.Popen) -> int:
