@@ -93,6 +93,12 @@ def test_the_tail_of_adaptive_beside_the_better_of_the_others(measured, slower, 
     assert f"({slower:.3f} to {slower:.3f}): {verdict}" in report.tail(rounds)
 
 
+def test_one_round_has_no_noise_to_compare_with(measured):
+    rounds = {policy: each[:1] for policy, each in measured.rounds["full"].items()}
+    assert "worse by" not in report.tail(rounds)
+    assert "more than one round" in report.tail(rounds)
+
+
 def test_the_crash_is_told_and_so_is_its_absence(measured):
     assert ERROR in report.crash(measured)
     measured.crash = one_round()

@@ -165,6 +165,20 @@ class TestTakenBack:
         assert borrowed_bytes(engine) == 0
         engine.check()
 
+    def test_from_a_loan_that_waits_for_a_step(self, start, policy):
+        """No page is made for it."""
+        engine = start(policy)
+        engine.launch_step()
+        decode(engine)
+        assert engine.controller.token_budget(MOST) == LENT
+        prefill(engine, 100)
+        assert engine.controller.token_budget(MOST) == LENT
+        engine.end_step()
+        assert "prepare" not in engine.model_executor.calls
+        assert engine.controller.token_budget(MOST) == MOST
+        assert engine.resident_blocks() == OWN
+        engine.check()
+
     @pytest.mark.parametrize("before", [0, 1])
     def test_blocks_move_after_the_step_of_the_pass_in_which_it_began(self, start, policy, before):
         engine = lent(start, policy)

@@ -36,7 +36,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "Fails if a request fails, a greedy token differs from those at a fixed size, or memory does not come back.",
         epilog="Options after -- go to the server that it starts; MODEL names its model, as for make serve.",
     )
-    parser.add_argument("--seconds", type=float, default=600, help="how long it blows (default: %(default)s)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=600,
+        help="how long it blows (default: %(default)s); longer while something is missing that it must have had",
+    )
     parser.add_argument("--clients", type=int, default=32, help="requests at a time (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of every random choice (default: %(default)s)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The clients: each sends one request after the other until the time is up."""
+"""The clients: each sends one request after the other until the storm is over."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -13,11 +13,11 @@ _WEIGHTS: dict[Kind, int] = {"greedy": 10, "sampled": 2, "seeded": 3, "pair": 2,
 GROUPS = 4  # of prompts with a prefix in common
 MEMBERS = 4  # prompts in each group
 SINGLES = 8  # prompts that have nothing in common
-MOST_TIMES = 5  # as long as asked
-BASE_EVERY = 4  # where requests must be preempted, one resize of so many goes to the base, whatever is in use
-
 LENGTHS = (8, 16, 24, 40, 64, 96)  # tokens to generate
 SENTENCE_TOKENS = 32  # at most, with the tokenizers of today's models
+
+MOST_TIMES = 5  # as long as asked
+BASE_EVERY = 4  # where requests must be preempted, one resize of so many goes to the base, whatever is in use
 
 SUBJECTS = ("the tides", "bread", "a lighthouse", "bees", "glaciers", "chess", "volcanoes", "bridges", "owls", "maps")
 PLACES = ("Lisbon", "Oslo", "Cairo", "Lima", "Osaka", "Quebec", "Perth", "Riga")

@@ -14,7 +14,7 @@ from typing import Any
 DECODERS = 3
 WARM_STEPS = 8  # steps in which requests only decode, before a long prompt comes
 WAIT_S = 0.3  # longer than it takes until the reserve may be lent again
-LEND_LIMIT_S = 10
+LEND_LIMIT_S = 60  # until all is lent, or something is wrong
 
 
 class Engine:
@@ -116,7 +116,9 @@ class Engine:
             gaps.append(now - before)
             before = now
             blocks, passed = self.state()["blocks"], now - begin
-            lending = blocks["resident"] < blocks["allowed"] and passed < LEND_LIMIT_S
+            lending = blocks["resident"] < blocks["allowed"]
+            if lending and passed > LEND_LIMIT_S:
+                raise RuntimeError(f"not all is lent after {LEND_LIMIT_S} s: {blocks}")
             more = WARM_STEPS if lending or passed < WAIT_S else more - 1
         return gaps[1:]
 

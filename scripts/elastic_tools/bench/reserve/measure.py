@@ -11,7 +11,7 @@ from elastic_tools.bench.arms import Arm, BenchError, Process, orders, running
 from elastic_tools.model import tiny_llama
 from elastic_tools.pins import CACHE
 
-WORKLOADS = ("empty", "full")  # what the cache is, beside the requests that decode: empty, or full of prefixes
+WORKLOADS = {"empty": "with room", "full": "full of prefixes"}  # what the cache is, beside the requests that decode
 POLICIES = ("static", "small-chunk", "reclaim", "adaptive")
 CRASHING = "always-lent"
 MIB = 2**20
@@ -108,7 +108,7 @@ def measure(settings: Settings, policies: Sequence[str] = POLICIES) -> Measured:
             check_tokens(kept)
             measured.rounds[workload] = kept
         command["fill"] = 0
-        with running(arms([CRASHING], WORKLOADS[0]), environment, PROGRAM) as (process,):
+        with running(arms([CRASHING], "empty"), environment, PROGRAM) as (process,):
             measured.crash = once(process, 1)
     return measured
 

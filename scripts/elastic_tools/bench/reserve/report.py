@@ -8,7 +8,7 @@ import numpy as np
 
 from elastic_tools.bench.paired import BOOTSTRAPS, Ratio, ratio
 from elastic_tools.bench.reserve.engine import DECODERS
-from elastic_tools.bench.reserve.measure import CRASHING, MIB, MODEL, Measured, Settings
+from elastic_tools.bench.reserve.measure import CRASHING, MIB, MODEL, WORKLOADS, Measured, Settings
 from elastic_tools.planner.checkpoint import load_model
 from elastic_tools.planner.memory import activations
 from elastic_tools.planner.record import table
@@ -16,7 +16,6 @@ from elastic_tools.planner.record import table
 NAME = "reserve"
 REFERENCE = "static"
 MODELS = ("Llama-3.1-8B", "Qwen2.5-14B", "Llama-3.1-70B")
-WORKLOADS = {"empty": "with room", "full": "full of prefixes"}
 TPS = (1, 2, 4, 8)
 CHUNKS = (2048, 8192, 32768)
 
@@ -83,6 +82,8 @@ def tail(rounds: Rounds) -> str:
     """Whether `adaptive` has a worse p99 of the TTFT than the better of the two policies that do not lend."""
     by_policy = {policy: [first_tokens([one]) for one in each] for policy, each in rounds.items()}
     count = len(by_policy["adaptive"])
+    if count < 2:
+        return "Whether `adaptive` has a worse p99 than the others takes more than one round to tell."
     draws = np.random.default_rng(0).integers(count, size=(BOOTSTRAPS // 10, count))
 
     def p99(policy: str, places: Any) -> float:

@@ -67,7 +67,7 @@ def tensor_over(address: int, nbytes: int, device: tuple[int, int]) -> "torch.Te
     ctypes.memmove(at, ctypes.addressof(described), ctypes.sizeof(described))
     try:
         tensor: torch.Tensor = torch.from_dlpack(_new_capsule(at, _NAME, None))
-    except BaseException:
-        _libc.free(at)  # torch has not taken it
+    except BaseException:  # whatever it is, torch has not taken the description; it is raised again
+        _libc.free(at)
         raise
     return tensor

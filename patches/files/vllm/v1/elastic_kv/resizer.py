@@ -232,6 +232,8 @@ class Resizer:
 
     def _prepare(self, job: Job, chunks: Sequence[int]) -> Generator[Waitable, Any, str | None]:
         """Make pages for `chunks` on all ranks, while the engine goes on."""
+        if job.given_up:
+            return job.given_up
         reports: list[RankReport] = yield call(self._executor, worker_side.prepare, chunks)
         job.result.pause_ms += max(report["elapsed_ms"] for report in reports)
         if reason := _reason(reports):
