@@ -52,7 +52,8 @@ def resize(before, after, duration):
 def measured():
     lent = one_round(1010.0, 140, [resize(100, 140, 30.0), resize(140, 100, 8.0)])
     rounds = {policy: [one_round()] * 5 for policy in POLICIES} | {"reclaim": [lent] * 5}
-    return Measured({workload: dict(rounds) for workload in WORKLOADS}, {"error": ERROR})
+    reserves = {512: {1: 40 << 20, 2: 30 << 20}, 6144: {1: 400 << 20, 2: 220 << 20}}
+    return Measured({workload: dict(rounds) for workload in WORKLOADS}, {"error": ERROR}, reserves)
 
 
 def rows_of(text):
@@ -105,6 +106,12 @@ def test_the_crash_is_told_and_so_is_its_absence(measured):
     assert f"`{CRASHING}` lived" in report.crash(measured)
 
 
+def test_measured_reserves_by_ranks(measured):
+    rows = rows_of(report.by_ranks(measured))
+    assert "| 40 | 30 (75%) |" in rows["512"]
+    assert "| 400 | 220 (55%) |" in rows["6,144"]
+
+
 def test_the_reserve_melts_under_tensor_parallelism():
     row = next(line for line in narrow(report.melting()).splitlines() if line.startswith("| Llama-3.1-8B | 32,768 |"))
     sizes = [float(cell) for cell in row.strip("| ").split(" | ")[2:]]
@@ -116,7 +123,13 @@ def test_what_is_written(measured, tmp_path):
     page, numbers, picture = report.write(Settings(), MACHINE, measured, tmp_path)
     assert json.loads(numbers.read_text())["rounds"]["full"]["reclaim"][0]["ttft_ms"] == [[1010.0], [1010.0, 2020.0]]
     assert picture.stat().st_size > 1000
-    parts = ("The cache with room", "The cache full of prefixes", "Lending and taking back", "Without taking back")
+    parts = (
+        "The cache with room",
+        "The cache full of prefixes",
+        "Lending and taking back",
+        "Without taking back",
+        "The reserve of one rank",
+    )
     assert all(f"## {part}\n" in page.read_text() for part in parts)
 
 

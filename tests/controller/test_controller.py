@@ -470,15 +470,22 @@ class TestQueue:
         assert engine.controller.resize({"blocks": 99}).done()
         engine.end_step()
 
-    def test_a_turn_that_comes_too_late_is_refused(self, engine):
+    def test_a_turn_that_comes_too_late_is_refused_while_another_one_still_runs(self, engine, monkeypatch):
+        real, clock = time.monotonic, [0.0]
+        monkeypatch.setattr(time, "monotonic", lambda: real() + clock[0])
         engine.launch_step()
         first = engine.controller.resize({"blocks": 2})
-        late = engine.controller.resize({"blocks": 16, "timeout_s": 0.01})
-        time.sleep(0.02)
+        late = engine.controller.resize({"blocks": 16, "timeout_s": 5})
+        patient = engine.controller.resize({"blocks": 4})
+        clock[0] = 10.0
+        engine.controller.poll()
+        assert brief(late.result(timeout=0)) == ("refused", 2, 2, 0)
+        assert "5 s" in late.result()["reason"]
+        assert not first.done()
         engine.end_step()
+        engine.turns(patient)
         assert brief(first.result()) == ("done", 6, 2, 0)
-        assert brief(late.result()) == ("refused", 2, 2, 0)
-        assert "0.01 s" in late.result()["reason"]
+        assert brief(patient.result()) == ("done", 2, 4, 0)
         engine.check()
 
     def test_growth_stops_where_its_time_is_up(self, engine, small_slices, monkeypatch):

@@ -1,8 +1,14 @@
-"""What the documents say and what the sources say, read without running either."""
+"""What the documents say and what the sources say."""
 
 import ast
 import re
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.config.elastic_kv import ElasticKVConfig
+from vllm.v1.elastic_kv.metrics import ElasticKVProm
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "patches" / "files" / "vllm"
@@ -65,18 +71,11 @@ def state_fields() -> set[str]:
 
 
 def metric_names() -> set[str]:
-    """The metrics as `/metrics` shows them."""
-    tree = ast.parse((ELASTIC / "metrics.py").read_text())
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.DictComp):  # the gauges: names and documentation
-            keys = node.generators[0].iter.func.value.keys
-            found |= {f"vllm:elastic_kv_{key.value}" for key in keys}
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            name = str(node.args[0].value)
-            if name.startswith("vllm:elastic_kv_"):
-                found.add(name + "_total" * ("counter" in ast.unparse(node.func)))
-    return found
+    """The metrics as `/metrics` shows them, those of a prefill reserve among them."""
+    registry = CollectorRegistry()
+    kinds = [partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)]
+    ElasticKVProm(SimpleNamespace(elastic_kv_config=ElasticKVConfig(policy="adaptive")), [], {}, *kinds)
+    return {metric.name + "_total" * (metric.type == "counter") for metric in registry.collect()}
 
 
 def templates() -> list[str]:

@@ -33,7 +33,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"bench: {error}", file=sys.stderr)
         return 1
     parts = [part(rounds) for rounds in measured.rounds.values() for part in (report.capacity, report.latencies)]
-    print("\n" + "\n\n".join([*parts, report.resizes(measured), report.crash(measured)]) + "\n")
+    print(
+        "\n" + "\n\n".join([*parts, report.resizes(measured), report.crash(measured), report.by_ranks(measured)]) + "\n"
+    )
     for path in report.write(settings, where, measured, given.output):
         print(f"written: {path}")
     return 0

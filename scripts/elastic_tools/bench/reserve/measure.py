@@ -1,5 +1,6 @@
 """Runs the policies by turns, and lets `always-lent` die."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ class Settings:
     small: int = 512
     fill: int = 96  # tokens of a prompt that fills the cache: few enough for a step while the reserve is lent
     answer: int = 4
+    ranks: tuple[int, ...] = (1, 2)  # and chunks at which it is only looked how large the reserve is
+    chunks: tuple[int, ...] = (512, 2048, 6144)
     room_mib: int = 1536  # beside what a process has when vLLM is imported
 
     def elastic(self, policy: str) -> dict[str, Any]:
@@ -58,15 +61,17 @@ class Settings:
         }
 
 
-QUICK = Settings(rounds=1)
+QUICK = Settings(rounds=1, chunks=(512,))
 
 
 @dataclass
 class Measured:
-    """What came of it: for each workload and policy its rounds, and the answer of the engine that may not live."""
+    """What came of it: for each workload and policy its rounds, the answer of the engine that may not live, and what
+    engines measured as the reserve of a rank, in bytes, by chunk and number of ranks."""
 
     rounds: dict[str, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)
     crash: dict[str, Any] = field(default_factory=dict)
+    reserves: dict[int, dict[int, int]] = field(default_factory=dict)
 
 
 def measure(settings: Settings, policies: Sequence[str] = POLICIES) -> Measured:
@@ -76,7 +81,7 @@ def measure(settings: Settings, policies: Sequence[str] = POLICIES) -> Measured:
     """
     model = tiny_llama(CACHE / "bench" / "reserve-model", heads=4, kv_heads=4, head_dim=128, intermediate=4096)
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    environment["VLLM_CPU_OMP_THREADS_BIND"] = "0-1"
+    cores = {1: {"VLLM_CPU_OMP_THREADS_BIND": "0-1"}, 2: {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
     command: dict[str, Any] = {
         "bursts": list(settings.bursts),
         "length": settings.most - 64,
@@ -88,7 +93,8 @@ def measure(settings: Settings, policies: Sequence[str] = POLICIES) -> Measured:
         return [(Arm(name, True, settings.elastic(name)), settings.engine(model, workload)) for name in names]
 
     measured = Measured()
-    steps = len(WORKLOADS) * (settings.rounds + 1) * len(policies) + 1
+    sizes = list(itertools.product(settings.chunks, settings.ranks))
+    steps = len(WORKLOADS) * (settings.rounds + 1) * len(policies) + 1 + len(sizes)
     with tqdm(total=steps, desc="rounds") as bar:
 
         def once(process: Process, number: int) -> dict[str, Any]:
@@ -99,7 +105,7 @@ def measure(settings: Settings, policies: Sequence[str] = POLICIES) -> Measured:
         for workload in WORKLOADS:
             command["fill"] = settings.fill if workload == "full" else 0
             kept: dict[str, list[dict[str, Any]]] = {policy: [] for policy in policies}
-            with running(arms(policies, workload), environment, PROGRAM) as processes:
+            with running(arms(policies, workload), environment | cores[1], PROGRAM) as processes:
                 for process in processes:  # warm-up
                     answered(once(process, 0), process.arm.name)
                 for number, order in enumerate(orders(len(processes), settings.rounds), 1):
@@ -108,8 +114,16 @@ def measure(settings: Settings, policies: Sequence[str] = POLICIES) -> Measured:
             check_tokens(kept)
             measured.rounds[workload] = kept
         command["fill"] = 0
-        with running(arms([CRASHING], "empty"), environment, PROGRAM) as (process,):
+        with running(arms([CRASHING], "empty"), environment | cores[1], PROGRAM) as (process,):
             measured.crash = once(process, 1)
+        for chunk, ranks in sizes:
+            arm = Arm(f"reserve of {chunk} tokens on {ranks}", True, settings.elastic("static"))
+            engine = settings.engine(model, "empty")
+            engine |= {"max_num_batched_tokens": chunk, "tensor_parallel_size": ranks}
+            with running([(arm, engine)], environment | cores[ranks], PROGRAM) as (process,):
+                reserve = process.identity["state"]["reserve"]
+            measured.reserves.setdefault(chunk, {})[ranks] = reserve["reserve_bytes"]
+            bar.update()
     return measured
 
 

@@ -123,6 +123,17 @@ def crash(measured: Measured) -> str:
     return f"`{CRASHING}` lived, which it should not: there was memory that nobody accounted for."
 
 
+def by_ranks(measured: Measured) -> str:
+    """What engines measured as the reserve of a rank, by chunk and number of ranks."""
+    rows = []
+    for chunk, sizes in measured.reserves.items():
+        one, *more = sizes.values()
+        cells = [f"{one / MIB:.0f}", *(f"{size / MIB:.0f} ({size / one:.0%})" for size in more)]
+        rows.append([f"{chunk:,}", *cells])
+    ranks = next(iter(measured.reserves.values()))
+    return table(("chunk", *(f"TP {tp}, MiB" for tp in ranks)), rows, markdown=True)
+
+
 def melting() -> str:
     """What a rank keeps, computed by the planner's model of activations: GiB on a rank."""
     rows = []
@@ -173,8 +184,13 @@ count, not the times.
 
 ![first tokens]({NAME}.png)
 
-## The reserve of one rank, GiB
-Computed, by the formula in `scripts/elastic_tools/planner/memory.py`; not measured.
+## The reserve of one rank
+Measured, for the model above, by engines that started with that chunk; in brackets what part of the reserve of a single
+rank it is:
+
+{by_ranks(measured)}
+
+In GiB, computed by the formula in `scripts/elastic_tools/planner/memory.py`, not measured:
 
 {melting()}
 

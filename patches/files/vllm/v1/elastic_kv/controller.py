@@ -136,6 +136,7 @@ class ElasticKVController:
         if not self._queue and self.allowance.exceeded:
             request = ResizeRequest(blocks=self.allowance.now, allow_preemption=False)
             self._queue.append(self._job(request, self.allowance.now, own=True))
+        self._refuse_overdue()
         while self._queue:
             if self._fatal is not None:
                 raise self._fatal
@@ -146,6 +147,14 @@ class ElasticKVController:
                 raise
             if not wait or not moved:
                 return
+
+    def _refuse_overdue(self) -> None:
+        """Answer those whose turn did not come in time, also while another one still runs."""
+        for job in [job for job in self._queue if job.run is None and job.overdue]:
+            self._queue.remove(job)
+            job.result.before = job.result.after = self.pool.num_gpu_blocks
+            job.end("refused", f"its turn did not come within {job.request.timeout_s:g} s")
+            self._finish(job)
 
     def _advance(self, job: Job, wait: bool) -> bool:
         """Carry a transaction on to the next thing it waits for. False if it waits still."""
@@ -246,8 +255,6 @@ class ElasticKVController:
 
     def _run(self, job: Job) -> Transaction:
         job.result.before = job.result.after = self.pool.num_gpu_blocks
-        if job.overdue:
-            return job.end("refused", f"its turn did not come within {job.request.timeout_s:g} s")
         asked, job.target = job.target, min(job.target, self.allowance.phase_blocks)
         change = (job.target - self.pool.num_gpu_blocks) // self.pool.layout.chunk_blocks
         if job.request.dry_run:

@@ -29,6 +29,7 @@ class ElasticKVProm:
         self._info: tuple[Gauge, CacheConfig] | None = None
         if vllm_config.elastic_kv_config is None:
             return
+        keeps_reserve = vllm_config.elastic_kv_config.keeps_reserve
         self._gauges = {
             name: gauge_cls(
                 f"vllm:elastic_kv_{name}", documentation, labelnames=labelnames, multiprocess_mode="mostrecent"
@@ -66,13 +67,24 @@ class ElasticKVProm:
                     "reserve_bytes": "Bytes that are kept for the activations of the largest step, on each rank.",
                     "borrowed_blocks": "KV cache blocks that the cache holds of the prefill reserve.",
                     "token_budget": "Tokens that a step may have now.",
-                    "reserve_returns": "How often the prefill reserve was taken back since the start.",
-                    "smaller_steps": "Steps since the start that were smaller since the reserve was lent.",
                 }.items()
             }
-            if vllm_config.elastic_kv_config.keeps_reserve
+            if keeps_reserve
             else {}
         )
+        self._reserve_counts = (
+            {
+                name: counter_cls(f"vllm:elastic_kv_{name}", documentation, labelnames=labelnames)
+                for name, documentation in {
+                    "reserve_returns": "How often the prefill reserve was taken back.",
+                    "smaller_steps": "Steps that were smaller because the reserve was lent.",
+                }.items()
+            }
+            if keeps_reserve
+            else {}
+        )
+        # What each engine had counted when it was heard last.
+        self._counted: dict[tuple[int, str], int] = {}
         self._faults = counter_cls(
             "vllm:elastic_kv_soft_page_faults",
             "Block ids without memory that requests named; these requests failed.",
@@ -114,6 +126,10 @@ class ElasticKVProm:
             self._gauges[name].labels(*labels).set(value)
         for name, gauge in self._reserve.items():
             gauge.labels(*labels).set((stats.reserve or {}).get(name, 0))
+        for name, counter in self._reserve_counts.items():
+            count = (stats.reserve or {}).get(name, 0)
+            counter.labels(*labels).inc(count - self._counted.get((engine_idx, name), 0))
+            self._counted[engine_idx, name] = count
         self._faults.labels(*labels).inc(stats.soft_page_faults)
         for resize in stats.resizes:
             self._resizes.labels(*labels, resize["direction"], resize["outcome"]).inc()
