@@ -204,6 +204,8 @@ round, {bursts} prompts of {settings.most - 64:,} tokens come at once while {DEC
 is full, short prompts have filled it before each of those bursts. Steps have {settings.most:,} tokens at most,
 {settings.small:,} with `small-chunk`. All policies gave the same tokens. Numbers are medians, with the extremes in
 brackets; of ratios, the 95% interval of the median (of the p99: of itself), by bootstrap over the rounds.
+The gap else has the time in it in which the reserve is lent. A loan that goes on when a round ends waits through the
+turns of the others: that is where seconds come from.
 
 | | |
 |---|---|
