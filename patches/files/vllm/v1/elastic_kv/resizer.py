@@ -187,7 +187,8 @@ class Resizer:
             error = yield from self._aside(job, worker_side.begin_detach, worker_side.take_back, chunks)
         if error:
             return 0, error
-        yield call(self._executor, worker_side.let_go)
+        reports: list[RankReport] = yield call(self._executor, worker_side.let_go)
+        job.result.pause_ms += max(report["elapsed_ms"] for report in reports)
         with Pause(job):
             self._pool.retire(chunks)
         return len(chunks), None
