@@ -107,6 +107,49 @@ def test_unknown_quantisation():
         parse("m", LLAMA | {"quantization_config": {"quant_method": "squeeze"}})
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layer_types": 5},
+        {"model_type": 7},
+        {"text_config": [1]},
+        {"tie_word_embeddings": "no"},
+        {"attention_bias": 1},
+        {"num_hidden_layers": 10**9},
+        {"num_attention_heads": 10**9},
+        {"hidden_size": 10**30},
+        {"quantization_config": [1]},
+    ],
+)
+def test_a_field_of_another_kind(fields):
+    with says("makes no sense", *fields, "must be"):
+        parse("m", LLAMA | fields)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "part"),
+    [
+        ({"config_groups": [1]}, "config_groups is [1]"),
+        ({"config_groups": {"a": 3}}, "a is 3"),
+        ({"config_groups": {"a": {"weights": 3}}}, "weights of a is 3"),
+        ({"config_groups": {"a": {"weights": {"num_bits": [4]}}}}, "num_bits is [4]"),
+        ({"config_groups": {"a": {"weights": {"num_bits": -4}}}}, "num_bits is -4"),
+        ({"quant_method": "awq", "bits": True}, "bits is True"),
+        ({"quant_method": "fp8", "ignore": 5}, "ignore is 5"),
+        ({"quant_method": "fp8", "ignore": ["re:("]}, "'re:(' in ignore is no pattern"),
+    ],
+)
+def test_a_quantisation_without_sense(quantization, part):
+    with says("The config of m", part):
+        parse("m", LLAMA | {"quantization_config": quantization})
+
+
+def test_one_module_left_alone_may_be_named_without_a_list():
+    found = parse("m", LLAMA | {"quantization_config": {"quant_method": "fp8", "ignore": "self_attn.o_proj"}})
+    assert found.weights.of(0, "o") == 16
+    assert found.weights.of(0, "down") == 8
+
+
 def test_mamba():
     with says("Mamba"):
         parse("m", LLAMA | {"model_type": "mamba2"})
@@ -117,6 +160,18 @@ def test_no_json(tmp_path):
     path.write_text("{")
     with says(str(path), "JSON"):
         load_model(str(path))
+
+
+def test_json_that_is_nested_too_deeply(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("[" * 100_000)
+    with says(str(path), "nested too deeply"):
+        load_model(str(path))
+
+
+def test_a_folder_without_a_config(tmp_path):
+    with says(str(tmp_path), "has no config.json"):
+        load_model(str(tmp_path))
 
 
 def test_a_list_instead_of_an_object(tmp_path):

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 from elastic_tools.planner import options, record
-from elastic_tools.planner.cache import cache_problem
-from elastic_tools.planner.errors import PlanError
-from elastic_tools.planner.estimate import Estimate, Plan, estimate, largest, nowhere
+from elastic_tools.planner.errors import PlanError, sentence
+from elastic_tools.planner.estimate import Estimate, Plan, estimate
 from elastic_tools.planner.options import Question
+from elastic_tools.planner.remedy import largest, nowhere
 
 EXAMPLES = """examples:
   scripts/plan estimate --model Llama-3.1-8B --gpu H100 --cache fp8
@@ -84,13 +84,13 @@ def main(arguments: list[str] | None = None) -> int:
         options.check(given)
         verb(given)
     except PlanError as error:
-        print(f"plan: {error}", file=sys.stderr)
+        print(f"plan: {sentence(error)}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever read the answer has seen enough
         sys.stderr.close()
         return 1
     except OSError as error:
-        print(f"plan: {error.filename}: {error.strerror}.", file=sys.stderr)
+        print(f"plan: {sentence(f'{error.filename}: {error.strerror}.')}", file=sys.stderr)
         return 2
     return 0
 
@@ -136,10 +136,6 @@ def compare_verb(given: argparse.Namespace) -> None:
     """Many plans, the cheapest first."""
     asked = options.question(given)
     plans = asked.plans()
-    if not plans:
-        for device in asked.gpus:
-            if problem := cache_problem(asked.model, asked.caches[0], device.sm):
-                raise PlanError(problem)
     found = sorted(evaluate(asked, plans), key=lambda each: (each.problem is not None, not each.met, each.dollars))
     show(given, record.table(record.HEAD, map(record.line, found)), found, [record.full(each) for each in found])
     if given.plot:

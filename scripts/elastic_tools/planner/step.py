@@ -1,6 +1,7 @@
 """How long one step of the engine takes: so many tokens, so many requests that decode, so many chunks of prompts."""
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 
@@ -9,11 +10,12 @@ import numpy as np
 from elastic_tools.planner.cache import DTYPES, CacheDtype, layer_token_bytes
 from elastic_tools.planner.hardware import GPU
 from elastic_tools.planner.model import ELEMENT, ModelConfig
-from elastic_tools.planner.operators import ATTENTION_COMPUTE, ATTENTION_MEMORY, LAUNCH, Array, Operators, Source
-from elastic_tools.planner.tables import Tables, load
+from elastic_tools.planner.operators import ATTENTION_COMPUTE, ATTENTION_MEMORY, LAUNCH, Operators, Source
+from elastic_tools.planner.tables import Array, Tables, load
 
 MOST_TOKENS = 131_072
 GRID = np.unique(np.concatenate([2.0 ** np.arange(18), 3 * 2.0 ** np.arange(16)]))  # tokens of a step
+LENGTHS: list[float] = GRID.tolist()  # for look-ups of one value, which are faster in a list
 # Modelled: what a step costs beside the GPU's work. Scheduling and sampling overlap with it up to this rest.
 STEP_FIXED, STEP_PER_REQUEST = 0.3, 0.004  # ms
 
@@ -172,12 +174,12 @@ class StepTimes:
 
     def _causal(self, length: float) -> float:
         """Attention of one layer over a prompt of ``length`` tokens."""
-        if length > GRID[-1]:
-            return self._prefill_line[-1] * (length / GRID[-1]) ** 2
-        position = int(np.searchsorted(GRID, length))
-        if GRID[position] == length:
+        if length > LENGTHS[-1]:
+            return self._prefill_line[-1] * (length / LENGTHS[-1]) ** 2
+        position = bisect_left(LENGTHS, length)
+        if LENGTHS[position] == length:
             return self._prefill_line[position]
-        low, high = GRID[position - 1], GRID[position]
+        low, high = LENGTHS[position - 1], LENGTHS[position]
         share = math.log(length / low) / math.log(high / low)
         a, b = self._prefill_line[position - 1], self._prefill_line[position]
         return float(a ** (1 - share) * b**share)

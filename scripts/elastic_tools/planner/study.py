@@ -19,12 +19,11 @@ from elastic_tools.planner.checkpoint import load_model
 from elastic_tools.planner.errors import PlanError
 from elastic_tools.planner.estimate import Plan, run, steady, times_of, users
 from elastic_tools.planner.hardware import gpu, gpus
+from elastic_tools.planner.regime import CONTEXTS, TPS
 from elastic_tools.planner.workload import Lengths, Workload
 
 RESULTS = ROOT / "docs" / "results"
 MODELS = ("Llama-2-7B", "Qwen2.5-7B", "Llama-3.1-8B", "Qwen2.5-14B", "Qwen2.5-32B", "Llama-3.1-70B")
-CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
-TPS = (1, 2, 4, 8)
 CACHES = ("fp8", "int8", "int4", "3bit")
 RELIEFS = (1.25, 1.5, 2.0, 3.0, 4.0)
 ANSWER = 0.125  # share of the context that is generated
