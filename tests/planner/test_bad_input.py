@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from elastic_tools.planner.cache import cache_dtype, kv_layout
+from elastic_tools.planner.cache import REFUSED, cache_dtype, kv_layout
 from elastic_tools.planner.checkpoint import load_model, parse
 from elastic_tools.planner.errors import PlanError
 from elastic_tools.planner.hardware import gpu
@@ -82,9 +82,10 @@ def test_more_active_experts_than_there_are():
         parse("m", LLAMA | {"num_local_experts": 8, "num_experts_per_tok": 9})
 
 
-def test_amds_own_format():
-    with says("ultraquant_4bit", "AMD", "turboquant_4bit_nc"):
-        cache_dtype("ultraquant_4bit")
+@pytest.mark.parametrize("name", REFUSED)
+def test_formats_that_vllm_has_and_the_planner_has_not(name):
+    with says(name, "the planner", "the nearest is"):
+        cache_dtype(name)
 
 
 def test_no_intermediate_size():
@@ -150,9 +151,34 @@ def test_one_module_left_alone_may_be_named_without_a_list():
     assert found.weights.of(0, "down") == 8
 
 
-def test_mamba():
-    with says("Mamba"):
-        parse("m", LLAMA | {"model_type": "mamba2"})
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "mamba2"},
+        {"layers_block_type": ["mamba", "attention"]},
+        {"attn_layer_period": 8},  # Jamba
+        {"linear_conv_kernel_dim": 4},  # Qwen3-Next
+        {"layer_types": ["full_attention", "chunked_attention"]},  # Llama 4
+        {"layer_types": [{}]},
+        {"attention_chunk_size": 8192},
+        {"index_topk": 2048},  # DeepSeek-V3.2
+        {"num_kv_shared_layers": 15},  # Gemma 3n
+        {"text_config": {"mamba_d_state": 16}},
+    ],
+)
+def test_layers_with_another_cache(fields):
+    with says("layers of another kind", "it knows full and sliding-window attention"):
+        parse("m", LLAMA | fields)
+
+
+@pytest.mark.parametrize("fields", [{"model_type": "gpt_neox"}, {"model_type": "bart", "is_encoder_decoder": True}])
+def test_families_of_another_shape(fields):
+    with says(fields["model_type"], "it knows decoders whose MLP has a gate"):
+        parse("m", LLAMA | fields)
+
+
+def test_layers_of_another_kind_that_a_config_names_and_does_not_have():
+    parse("m", LLAMA | {"attention_chunk_size": None, "num_kv_shared_layers": 0, "is_encoder_decoder": False})
 
 
 def test_no_json(tmp_path):

@@ -113,6 +113,7 @@ def test_a_chunk_beyond_the_memory_is_refused(capsys):
     [
         (["estimate", *LLAMA, "--json", "none/plan.json"], "--json is in 'none', which is no folder"),
         (["estimate", *LLAMA, "--csv", "."], "--csv is '.', which is a folder"),
+        (["estimate", *LLAMA, "--csv", "-"], "only --json can be the terminal"),
         (["compare", *LLAMA, "--plot", "none/plan.png"], "--plot is in 'none', which is no folder"),
         (["study", "--output", "file/study"], "--output is 'file/study', and no folder can be made there"),
         (["accuracy", "--output", "file"], "--output is 'file', and no folder can be made there"),
@@ -126,6 +127,27 @@ def test_files_that_cannot_be_written_are_refused_before_any_work(arguments, wor
     assert error.count("\n") == 1
     assert words in error
     assert "the nearest is" in error
+
+
+def test_two_answers_in_one_file_are_refused(tmp_path, capsys):
+    path = str(tmp_path / "plan")
+    assert main(["estimate", *LLAMA, "--json", path, "--csv", path]) == 2
+    assert "--json and --csv are both" in capsys.readouterr().err
+
+
+def test_a_choice_that_is_given_twice_is_looked_at_once(capsys):
+    given = ["--gpu", "H100", "h100", "--tp", "1", "1", "--cache", "bf16", "bfloat16", "--concurrency", "1"]
+    assert main(["compare", *LLAMA, *given]) == 0
+    assert len(said(capsys).splitlines()) == 3
+
+
+def test_parts_beside_the_decoder_are_named(tmp_path, capsys):
+    from elastic_tools.planner.checkpoint import PRESETS
+
+    text = json.loads((PRESETS / "Llama-3.1-8B.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text, "vision_config": {"depth": 32}}))
+    assert main(["estimate", "--model", str(tmp_path), "--concurrency", "1"]) == 0
+    assert "The memory of vision_config of" in capsys.readouterr().err
 
 
 def test_price_changes_dollars_and_nothing_else(tmp_path, capsys):
@@ -223,6 +245,7 @@ def test_what_cannot_be_written_is_said(capsys):
         (["compare", *LLAMA, "--plot", "map"], "nearest is map.png"),
         (["compare", "--model", "DeepSeek-V2-Lite", "--cache", "int4"], "nearest is fp8"),
         (["recommend", "--model", "nothing"], "no model"),
+        (["recommend", *LLAMA, "--chunk", "2048", "8192"], "nearest is --chunk 8192"),
     ],
 )
 def test_bad_input_of_other_verbs(arguments, sentence, capsys):

@@ -1,6 +1,7 @@
 """``scripts/plan``: the command line of the planner."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -83,16 +84,28 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options.check(given)
         verb(given)
+        sys.stdout.flush()  # here, where a full disk or a closed pipe can still be told
     except PlanError as error:
         print(f"plan: {sentence(error)}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever read the answer has seen enough
-        sys.stderr.close()
+        forget_output()
         return 1
     except OSError as error:
-        print(f"plan: {sentence(f'{error.filename}: {error.strerror}.')}", file=sys.stderr)
+        if error.filename is None:
+            forget_output()
+        what = error.filename or "The answer cannot be written"
+        print(f"plan: {sentence(f'{what}: {error.strerror}.')}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("plan: stopped.", file=sys.stderr)
+        return 130  # what a shell gives for Ctrl-C
     return 0
+
+
+def forget_output() -> None:
+    """Drops what is not printed yet: the interpreter would try again at its end, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def show(given: argparse.Namespace, text: str, found: list[Estimate], data: object) -> None:
@@ -100,7 +113,7 @@ def show(given: argparse.Namespace, text: str, found: list[Estimate], data: obje
     if given.json == Path("-"):
         print(record.as_json(data))
     else:
-        print(text)
+        print(text, flush=True)  # what goes wrong with the files comes after it
         if given.json:
             record.to_json(given.json, data)
     if given.csv:
@@ -120,16 +133,14 @@ def estimate_verb(given: argparse.Namespace) -> None:
 
 def evaluate(asked: Question, plans: list[Plan]) -> list[Estimate]:
     """Estimates, on all cores where there are many; in the order of the plans."""
-    from tqdm import tqdm
-
     if len(plans) < WORKERS_FROM:
         return [estimate(plan, asked.workload, asked.seed) for plan in plans]
     from functools import partial
-    from multiprocessing import Pool
+
+    from elastic_tools.planner.parallel import spread
 
     one = partial(estimate, workload=asked.workload, seed=asked.seed)
-    with Pool() as pool:
-        return list(tqdm(pool.imap(one, plans, chunksize=4), total=len(plans), desc="plans", leave=False))
+    return spread(one, plans, "plans", together=4)
 
 
 def compare_verb(given: argparse.Namespace) -> None:

@@ -6,13 +6,26 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elastic_tools.pins import ROOT
-from elastic_tools.planner.errors import PlanError, nearest
+from elastic_tools.planner.errors import PlanError, nearest, sentence
 from elastic_tools.planner.model import MLA, ModelConfig, MoE
 from elastic_tools.planner.quantization import named, of_config
 
 PRESETS = ROOT / "configs" / "models"
 # Architectures whose query, key and value projections have a bias without a field that says so.
 QKV_BIAS = ("qwen2", "qwen2_moe")
+# Architectures whose MLP has no gate: two matrices instead of three.
+UNGATED = (
+    "apertus", "arcee", "bert", "gpt_neox", "nemotron", "persimmon", "phi", "roberta", "starcoder2", "xlm-roberta",
+)  # fmt: skip
+LAYER_TYPES = ("full_attention", "attention", "sliding_attention")
+# Beginnings of fields of configs whose layers keep a state, choose what they read, share a cache, or are not all of one
+# shape: their cache is another one.
+OTHER_LAYERS = (
+    "layers_block_type", "hybrid_override_pattern", "attn_layer_period", "attn_type_list", "mamba_", "ssm_",
+    "linear_conv_", "conv_L_cache", "attention_chunk_size", "index_topk", "num_kv_shared_layers", "use_cla",
+    "global_head_dim", "num_global_", "swa_head_", "swa_num_",
+)  # fmt: skip
+BESIDE = ("vision_config", "audio_config")  # parts of a model beside its decoder
 Config = dict[str, Any]
 T = TypeVar("T", dict[str, Any], list[Any], str, bool)
 # The most that a field can be; of the layers and the heads more would only take time and memory.
@@ -49,7 +62,7 @@ def load_model(source: str, weights: str | None = None) -> ModelConfig:
     except (OSError, ValueError) as error:
         raise PlanError(f"{path} cannot be read as JSON ({error}); a Hugging Face config.json is wanted.") from None
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
-    return parse(name, raw, weights)
+    return parse(sentence(name) or "the model", raw, weights)  # a name may have line breaks, and a line has not
 
 
 def parse(name: str, raw: Any, weights: str | None = None) -> ModelConfig:
@@ -58,9 +71,7 @@ def parse(name: str, raw: Any, weights: str | None = None) -> ModelConfig:
         raise PlanError(f"The config of {name} is no JSON object; a Hugging Face config.json is wanted.")
     config = raw | typed(name, raw, "text_config", dict, {})
     kind = typed(name, config, "model_type", str, "llama")
-    types = typed(name, config, "layer_types", list, [])
-    if "layers_block_type" in config or "mamba" in kind or "linear_attention" in types:
-        raise PlanError(f"{name} has Mamba or linear-attention layers, which the planner has no cost model for.")
+    check_known(name, kind, config)
     hidden, layers, heads = (
         number(name, config, field) for field in ("hidden_size", "num_hidden_layers", "num_attention_heads")
     )
@@ -91,7 +102,25 @@ def parse(name: str, raw: Any, weights: str | None = None) -> ModelConfig:
         moe=moe,
         expert_layers=parse_expert_layers(name, config, layers) if moe else (False,) * layers,
         hub=hub if isinstance(hub, str) and hub else None,
+        uncounted=tuple(part for part in BESIDE if config.get(part)),
     )
+
+
+def check_known(name: str, kind: str, config: Config) -> None:
+    """Refuses what the shapes alone would be misread as a plain decoder for. Raises ``PlanError``."""
+    types = typed(name, config, "layer_types", list, [])
+    other = next((repr(each) for each in types if each not in LAYER_TYPES), None)
+    fields = (field for field in sorted(config) if field.startswith(OTHER_LAYERS) and config[field])
+    if found := other or next(fields, None) or (kind if "mamba" in kind else None):
+        raise PlanError(
+            f"{name} has layers of another kind ({found}), which the planner has no cost model for; it knows full and "
+            "sliding-window attention and MLA."
+        )
+    if kind in UNGATED or config.get("is_encoder_decoder"):
+        raise PlanError(
+            f"{name} is of the family {kind!r}, which the planner has no cost model for; it knows decoders whose MLP "
+            "has a gate, such as llama, qwen3 and mixtral."
+        )
 
 
 KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}

@@ -126,10 +126,16 @@ def check(given: argparse.Namespace) -> None:
         raise PlanError(f"--plot is {str(plot)!r}, which is no picture; the nearest is {plot.with_suffix('.png')}.")
     if seed < 0:
         raise PlanError(f"--seed is {seed}, and must be 0 or more.")
+    if getattr(given, "csv", None) == Path("-"):
+        raise PlanError("--csv is '-', and only --json can be the terminal; the nearest is --csv /dev/stdout.")
+    paths: dict[Path, str] = {}
     for name in ("json", "csv", "plot"):
         path = getattr(given, name, None)
         if path is not None and path != Path("-"):
             _check_file(f"--{name}", path)
+            if path in paths:
+                raise PlanError(f"--{paths[path]} and --{name} are both {str(path)!r}; they need a file each.")
+            paths[path] = name
     if (folder := getattr(given, "output", None)) is not None:
         exists = _existing(folder)
         if not exists.is_dir() or not os.access(exists, os.W_OK):
@@ -193,13 +199,14 @@ def question(given: argparse.Namespace) -> Question:
     price = prices(given.price)
 
     def several(value: Any) -> list[Any]:
-        return value if isinstance(value, list) else [value]
+        """One value or more, each once."""
+        return list(dict.fromkeys(value)) if isinstance(value, list) else [value]
 
-    devices = [gpu(name) for name in several(given.gpu)]
+    devices = list(dict.fromkeys(gpu(name) for name in several(given.gpu)))
     tps = several(given.tp)
     if not any(model.tp_problem(tp) is None for tp in tps) or any(tp < 1 for tp in tps):
         model.check_tp(min(tps))
-    caches = [cache_dtype(name) for name in several(given.cache)]
+    caches = list(dict.fromkeys(cache_dtype(name) for name in several(given.cache)))
     lacking = [[cache_problem(model, dtype, device.sm) for device in devices] for dtype in caches]
     if all(all(problems) for problems in lacking):
         raise PlanError(str(lacking[0][0]))
@@ -208,7 +215,11 @@ def question(given: argparse.Namespace) -> Question:
         raise PlanError(
             f"A request of {workload.length:,} tokens is longer than {model.name} takes; the most is {model.max_len:,}."
         )
-    left_out = [f"TP {tp} is left out: {problem}." for tp in tps if (problem := model.tp_problem(tp))]
+    left_out = [
+        f"The memory of {part} of {model.name} is not counted: the planner knows decoders of text."
+        for part in model.uncounted
+    ]
+    left_out += [f"TP {tp} is left out: {problem}." for tp in tps if (problem := model.tp_problem(tp))]
     left_out += [problem for problems in lacking for problem in problems if problem]
     for problem in dict.fromkeys(left_out):
         print(f"plan: {problem}", file=sys.stderr)

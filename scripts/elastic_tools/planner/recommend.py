@@ -33,8 +33,14 @@ Evaluate = Callable[[Plan], Estimate]
 
 def recommend(asked: Question) -> Decision:
     """Decides for each GPU and takes the cheapest that keeps the SLOs. Raises ``PlanError`` where the model fits
-    nowhere.
+    nowhere, and for several chunks: the decision looks for the chunk itself.
     """
+    if len(asked.chunks) > 1:
+        chunks, most = " ".join(map(str, asked.chunks)), max(chunk or 0 for chunk in asked.chunks)
+        raise PlanError(
+            f"--chunk is {chunks}, and a recommendation starts from one and looks for smaller ones itself; "
+            f"the nearest is --chunk {most}."
+        )
     known: dict[Plan, Estimate] = {}
 
     def evaluate(plan: Plan) -> Estimate:

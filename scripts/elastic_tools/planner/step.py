@@ -45,8 +45,8 @@ class StepTimes:
         self.model, self.gpu, self.dtype, self.tp = model, gpu, dtype, tp
         operators = Operators(gpu, tables or load(gpu))
         self.parts = self._parts(operators)
-        total = np.sum([part.ms for part in self.parts], axis=0)
-        self._linear: list[float] = np.interp(np.arange(MOST_TOKENS + 1), GRID, total).tolist()
+        self._total: Array = np.sum([part.ms for part in self.parts], axis=0)
+        self._linear: dict[int, float] = {}  # by tokens, as they are asked for: few of the 131,072 ever are
         head = operators.gemm(GRID[GRID <= 4096], -(-model.head_rows // tp), model.hidden, 16)
         gathered = operators.all_reduce(GRID[GRID <= 4096] * model.head_rows / 2, tp)
         self.head = Part("logits", head.ms + gathered.ms, max(head.source, gathered.source))
@@ -57,9 +57,11 @@ class StepTimes:
 
     def linear(self, tokens: int) -> float:
         """Everything but attention and logits in a step of ``tokens`` tokens."""
-        if tokens <= MOST_TOKENS:
-            return self._linear[tokens]
-        return self._linear[-1] * tokens / MOST_TOKENS
+        if tokens > MOST_TOKENS:
+            return self.linear(MOST_TOKENS) * tokens / MOST_TOKENS
+        if (ms := self._linear.get(tokens)) is None:
+            ms = self._linear[tokens] = float(np.interp(tokens, GRID, self._total))
+        return ms
 
     def part(self, part: Part, tokens: int) -> float:
         """One kind of work in a step of ``tokens`` tokens."""
@@ -140,7 +142,7 @@ class StepTimes:
     def _attention(self, operators: Operators, ideal: bool) -> None:
         model, tp = self.model, self.tp
         windows = sorted(set(model.windows))
-        skipped = 2 * self.dtype.skip if self.dtype.skip else 0
+        skipped = min(2 * self.dtype.skip, model.layers)
         if model.mla:
             grid, self._prefill_line, source = self._latent(operators)
             self._decode = [(0, model.layers, grid)]

@@ -9,7 +9,6 @@ arithmetic; ``check`` simulates some.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
@@ -139,12 +138,11 @@ def pairs(plain: Sequence[Plan], packed: Sequence[Plan], context: int) -> Iterat
 
 
 def sweep(workers: int | None = None) -> tuple[list[Cell], list[Pair]]:
-    """The whole study, on all cores, with a progress bar. The order does not depend on the number of processes."""
-    from tqdm import tqdm
+    """The whole study, on all cores. The order does not depend on the number of processes."""
+    from elastic_tools.planner.parallel import spread
 
     jobs = [(model, name) for model in MODELS for name in gpus()]
-    with Pool(workers) as pool:
-        parts = list(tqdm(pool.imap(study_one, jobs), total=len(jobs), desc="models x GPUs"))
+    parts = spread(study_one, jobs, "models x GPUs", workers)
     return [each for cells, _ in parts for each in cells], [each for _, found in parts for each in found]
 
 

@@ -81,7 +81,7 @@ class Workload:
     @property
     def length(self) -> int:
         """Tokens of a typical request at its end."""
-        return round(self.prompt.mean + self.output.mean)
+        return round(self.prompt.mean) + round(self.output.mean)
 
 
 WORKLOADS = {
