@@ -171,7 +171,14 @@ def test_layers_with_another_cache(fields):
         parse("m", LLAMA | fields)
 
 
-@pytest.mark.parametrize("fields", [{"model_type": "gpt_neox"}, {"model_type": "bart", "is_encoder_decoder": True}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "gpt_neox", "hidden_act": "gelu"},
+        {"model_type": "starcoder2", "hidden_act": "gelu_pytorch_tanh"},
+        {"model_type": "bart", "is_encoder_decoder": True},
+    ],
+)
 def test_families_of_another_shape(fields):
     with says(fields["model_type"], "it knows decoders whose MLP has a gate"):
         parse("m", LLAMA | fields)
@@ -179,6 +186,7 @@ def test_families_of_another_shape(fields):
 
 def test_layers_of_another_kind_that_a_config_names_and_does_not_have():
     parse("m", LLAMA | {"attention_chunk_size": None, "num_kv_shared_layers": 0, "is_encoder_decoder": False})
+    parse("m", LLAMA | {"model_type": "gemma", "hidden_act": "gelu"})
 
 
 def test_no_json(tmp_path):

@@ -13,17 +13,16 @@ from elastic_tools.planner.quantization import named, of_config
 PRESETS = ROOT / "configs" / "models"
 # Architectures whose query, key and value projections have a bias without a field that says so.
 QKV_BIAS = ("qwen2", "qwen2_moe")
-# Architectures whose MLP has no gate: two matrices instead of three.
-UNGATED = (
-    "apertus", "arcee", "bert", "gpt_neox", "nemotron", "persimmon", "phi", "roberta", "starcoder2", "xlm-roberta",
-)  # fmt: skip
+# Activations of MLPs without a gate, which have two matrices instead of three. Gemma's old configs say "gelu", but its
+# MLP has a gate.
+UNGATED = ("gelu", "gelu_new", "gelu_fast", "quick_gelu", "relu", "relu2", "xielu")
 LAYER_TYPES = ("full_attention", "attention", "sliding_attention")
 # Beginnings of fields of configs whose layers keep a state, choose what they read, share a cache, or are not all of one
 # shape: their cache is another one.
 OTHER_LAYERS = (
     "layers_block_type", "hybrid_override_pattern", "attn_layer_period", "attn_type_list", "mamba_", "ssm_",
     "linear_conv_", "conv_L_cache", "attention_chunk_size", "index_topk", "num_kv_shared_layers", "use_cla",
-    "global_head_dim", "num_global_", "swa_head_", "swa_num_",
+    "lru_width", "global_head_dim", "num_global_", "swa_head_", "swa_num_",
 )  # fmt: skip
 BESIDE = ("vision_config", "audio_config")  # parts of a model beside its decoder
 Config = dict[str, Any]
@@ -116,7 +115,9 @@ def check_known(name: str, kind: str, config: Config) -> None:
             f"{name} has layers of another kind ({found}), which the planner has no cost model for; it knows full and "
             "sliding-window attention and MLA."
         )
-    if kind in UNGATED or config.get("is_encoder_decoder"):
+    activation = config.get("hidden_act")
+    ungated = kind == "starcoder2" or (activation in UNGATED and not kind.startswith("gemma"))
+    if ungated or config.get("is_encoder_decoder"):
         raise PlanError(
             f"{name} is of the family {kind!r}, which the planner has no cost model for; it knows decoders whose MLP "
             "has a gate, such as llama, qwen3 and mixtral."
