@@ -203,6 +203,12 @@ def test_json_that_is_nested_too_deeply(tmp_path):
         load_model(str(path))
 
 
+def test_a_byte_order_mark_does_no_harm(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA), encoding="utf-8-sig")
+    assert load_model(str(path)).hidden == 4096
+
+
 def test_a_folder_without_a_config(tmp_path):
     with says(str(tmp_path), "has no config.json"):
         load_model(str(tmp_path))

@@ -181,6 +181,7 @@ def test_price_changes_dollars_and_nothing_else(tmp_path, capsys):
         (["--utilization", "1.2"], "utilization of 1.2"),
         (["--rate", "1", "--concurrency", "2"], "give one of them"),
         (["--weights", "int3"], "nearest is int"),
+        (["--weights", ""], "Weights of ''"),
         (["--seed", "-1"], "seed is -1"),
         (["--concurrency", "100000"], "nearest is 4096"),
         (["--cache", "nvfp4"], "nearest is int4_per_token_head"),
@@ -203,6 +204,20 @@ def test_bad_input_is_one_sentence_and_exit_2(arguments, sentence, capsys):
     assert sentence in captured.err
     assert captured.err.count("\n") == 1
     assert len(captured.err) < 700
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["guess"], ["estimate"], ["estimate", *LLAMA, "--rate", "x"], ["estimate", *LLAMA, "--rate", "-inf"]],
+)
+def test_options_that_are_none_get_a_sentence_too(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith("plan: ")
+    assert error.endswith("--help` lists what there is.\n")
 
 
 def test_sizes_that_the_model_cannot_have_are_named(capsys):

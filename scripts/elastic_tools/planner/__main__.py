@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from elastic_tools.planner import options, record
 from elastic_tools.planner.errors import PlanError, sentence
@@ -22,9 +23,18 @@ EXAMPLES = """examples:
 WORKERS_FROM = 24  # plans from which a second process pays
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, as the rest of the planner does, without the list of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with status 2."""
+        print(f"plan: {sentence(message)}; `{self.prog} --help` lists what there is.", file=sys.stderr)
+        raise SystemExit(2)
+
+
 def parser() -> argparse.ArgumentParser:
     """The verbs and their options."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="scripts/plan",
         description="Says what a workload costs on which GPUs, and which plan to take. Needs no GPU.",
         epilog=EXAMPLES,
@@ -104,8 +114,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def forget_output() -> None:
-    """Drops what is not printed yet: the interpreter would try again at its end, and complain."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    """Drops what cannot be printed: the interpreter would try again at its end, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def show(given: argparse.Namespace, text: str, found: list[Estimate], data: object) -> None:

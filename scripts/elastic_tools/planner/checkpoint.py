@@ -55,7 +55,7 @@ def load_model(source: str, weights: str | None = None) -> ModelConfig:
             )
         path = PRESETS / f"{by_name[source.lower()]}.json"
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(path.read_text(encoding="utf-8-sig"))
     except RecursionError:
         raise PlanError(f"{path} is nested too deeply; a Hugging Face config.json is wanted.") from None
     except (OSError, ValueError) as error:
@@ -96,7 +96,7 @@ def parse(name: str, raw: Any, weights: str | None = None) -> ModelConfig:
         tied=typed(name, config, "tie_word_embeddings", bool, kind.startswith("gemma")),
         windows=parse_windows(name, kind, config, layers),
         qkv_bias=kind in QKV_BIAS or typed(name, config, "attention_bias", bool, False),
-        weights=named(weights) if weights else of_config(name, config.get("quantization_config")),
+        weights=named(weights) if weights is not None else of_config(name, config.get("quantization_config")),
         mla=parse_mla(name, config),
         moe=moe,
         expert_layers=parse_expert_layers(name, config, layers) if moe else (False,) * layers,
