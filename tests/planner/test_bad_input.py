@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from elastic_tools.planner.cache import cache_dtype, kv_layout
+from elastic_tools.planner.cache import REFUSED, cache_dtype, kv_layout
 from elastic_tools.planner.checkpoint import load_model, parse
 from elastic_tools.planner.errors import PlanError
 from elastic_tools.planner.hardware import gpu
@@ -82,9 +82,10 @@ def test_more_active_experts_than_there_are():
         parse("m", LLAMA | {"num_local_experts": 8, "num_experts_per_tok": 9})
 
 
-def test_amds_own_format():
-    with says("ultraquant_4bit", "AMD", "turboquant_4bit_nc"):
-        cache_dtype("ultraquant_4bit")
+@pytest.mark.parametrize("name", REFUSED)
+def test_formats_that_vllm_has_and_the_planner_has_not(name):
+    with says(name, "the planner", "the nearest is"):
+        cache_dtype(name)
 
 
 def test_no_intermediate_size():
@@ -107,9 +108,85 @@ def test_unknown_quantisation():
         parse("m", LLAMA | {"quantization_config": {"quant_method": "squeeze"}})
 
 
-def test_mamba():
-    with says("Mamba"):
-        parse("m", LLAMA | {"model_type": "mamba2"})
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layer_types": 5},
+        {"model_type": 7},
+        {"text_config": [1]},
+        {"tie_word_embeddings": "no"},
+        {"attention_bias": 1},
+        {"num_hidden_layers": 10**9},
+        {"num_attention_heads": 10**9},
+        {"hidden_size": 10**30},
+        {"quantization_config": [1]},
+    ],
+)
+def test_a_field_of_another_kind(fields):
+    with says("makes no sense", *fields, "must be"):
+        parse("m", LLAMA | fields)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "part"),
+    [
+        ({"config_groups": [1]}, "config_groups is [1]"),
+        ({"config_groups": {"a": 3}}, "a is 3"),
+        ({"config_groups": {"a": {"weights": 3}}}, "weights of a is 3"),
+        ({"config_groups": {"a": {"weights": {"num_bits": [4]}}}}, "num_bits is [4]"),
+        ({"config_groups": {"a": {"weights": {"num_bits": -4}}}}, "num_bits is -4"),
+        ({"quant_method": "awq", "bits": True}, "bits is True"),
+        ({"quant_method": "fp8", "ignore": 5}, "ignore is 5"),
+        ({"quant_method": "fp8", "ignore": ["re:("]}, "'re:(' in ignore is no pattern"),
+    ],
+)
+def test_a_quantisation_without_sense(quantization, part):
+    with says("The config of m", part):
+        parse("m", LLAMA | {"quantization_config": quantization})
+
+
+def test_one_module_left_alone_may_be_named_without_a_list():
+    found = parse("m", LLAMA | {"quantization_config": {"quant_method": "fp8", "ignore": "self_attn.o_proj"}})
+    assert found.weights.of(0, "o") == 16
+    assert found.weights.of(0, "down") == 8
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "mamba2"},
+        {"layers_block_type": ["mamba", "attention"]},
+        {"attn_layer_period": 8},  # Jamba
+        {"linear_conv_kernel_dim": 4},  # Qwen3-Next
+        {"layer_types": ["full_attention", "chunked_attention"]},  # Llama 4
+        {"layer_types": [{}]},
+        {"attention_chunk_size": 8192},
+        {"index_topk": 2048},  # DeepSeek-V3.2
+        {"num_kv_shared_layers": 15},  # Gemma 3n
+        {"text_config": {"mamba_d_state": 16}},
+    ],
+)
+def test_layers_with_another_cache(fields):
+    with says("layers of another kind", "it knows full and sliding-window attention"):
+        parse("m", LLAMA | fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "gpt_neox", "hidden_act": "gelu"},
+        {"model_type": "starcoder2", "hidden_act": "gelu_pytorch_tanh"},
+        {"model_type": "bart", "is_encoder_decoder": True},
+    ],
+)
+def test_families_of_another_shape(fields):
+    with says(fields["model_type"], "it knows decoders whose MLP has a gate"):
+        parse("m", LLAMA | fields)
+
+
+def test_layers_of_another_kind_that_a_config_names_and_does_not_have():
+    parse("m", LLAMA | {"attention_chunk_size": None, "num_kv_shared_layers": 0, "is_encoder_decoder": False})
+    parse("m", LLAMA | {"model_type": "gemma", "hidden_act": "gelu"})
 
 
 def test_no_json(tmp_path):
@@ -117,6 +194,24 @@ def test_no_json(tmp_path):
     path.write_text("{")
     with says(str(path), "JSON"):
         load_model(str(path))
+
+
+def test_json_that_is_nested_too_deeply(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("[" * 100_000)
+    with says(str(path), "nested too deeply"):
+        load_model(str(path))
+
+
+def test_a_byte_order_mark_does_no_harm(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA), encoding="utf-8-sig")
+    assert load_model(str(path)).hidden == 4096
+
+
+def test_a_folder_without_a_config(tmp_path):
+    with says(str(tmp_path), "has no config.json"):
+        load_model(str(tmp_path))
 
 
 def test_a_list_instead_of_an_object(tmp_path):

@@ -94,18 +94,18 @@ def test_a_plan_without_room_is_listed_with_the_reason(tmp_path, capsys):
     printed = capsys.readouterr()
     assert "It does not fit: weights of 131.4 GiB" in printed.out
     assert "fits nowhere" in printed.err
-    assert "the nearest choice is --weights fp8" in printed.err
+    assert printed.err.endswith("the nearest choice that fits is --tp 2.\n")
     assert json.loads(path.read_text())["users"] == 0
 
 
 def test_a_table_without_a_plan_that_fits_is_refused(capsys):
     assert main(["compare", "--model", "Llama-3.1-70B", "--gpu", "L40S", "--tp", "1"]) == 2
-    assert "the nearest choice is --weights fp8" in capsys.readouterr().err
+    assert "the nearest choice that fits is --tp 4" in capsys.readouterr().err
 
 
 def test_a_chunk_beyond_the_memory_is_refused(capsys):
     assert main(["estimate", *LLAMA, "--chunk", "1000000000"]) == 2
-    assert "a smaller --chunk" in capsys.readouterr().err
+    assert "the nearest choice that fits is --chunk 8192" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,7 @@ def test_a_chunk_beyond_the_memory_is_refused(capsys):
     [
         (["estimate", *LLAMA, "--json", "none/plan.json"], "--json is in 'none', which is no folder"),
         (["estimate", *LLAMA, "--csv", "."], "--csv is '.', which is a folder"),
+        (["estimate", *LLAMA, "--csv", "-"], "only --json can be the terminal"),
         (["compare", *LLAMA, "--plot", "none/plan.png"], "--plot is in 'none', which is no folder"),
         (["study", "--output", "file/study"], "--output is 'file/study', and no folder can be made there"),
         (["accuracy", "--output", "file"], "--output is 'file', and no folder can be made there"),
@@ -126,6 +127,27 @@ def test_files_that_cannot_be_written_are_refused_before_any_work(arguments, wor
     assert error.count("\n") == 1
     assert words in error
     assert "the nearest is" in error
+
+
+def test_two_answers_in_one_file_are_refused(tmp_path, capsys):
+    path = str(tmp_path / "plan")
+    assert main(["estimate", *LLAMA, "--json", path, "--csv", path]) == 2
+    assert "--json and --csv are both" in capsys.readouterr().err
+
+
+def test_a_choice_that_is_given_twice_is_looked_at_once(capsys):
+    given = ["--gpu", "H100", "h100", "--tp", "1", "1", "--cache", "bf16", "bfloat16", "--concurrency", "1"]
+    assert main(["compare", *LLAMA, *given]) == 0
+    assert len(said(capsys).splitlines()) == 3
+
+
+def test_parts_beside_the_decoder_are_named(tmp_path, capsys):
+    from elastic_tools.planner.checkpoint import PRESETS
+
+    text = json.loads((PRESETS / "Llama-3.1-8B.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text, "vision_config": {"depth": 32}}))
+    assert main(["estimate", "--model", str(tmp_path), "--concurrency", "1"]) == 0
+    assert "The memory of vision_config of" in capsys.readouterr().err
 
 
 def test_price_changes_dollars_and_nothing_else(tmp_path, capsys):
@@ -159,10 +181,20 @@ def test_price_changes_dollars_and_nothing_else(tmp_path, capsys):
         (["--utilization", "1.2"], "utilization of 1.2"),
         (["--rate", "1", "--concurrency", "2"], "give one of them"),
         (["--weights", "int3"], "nearest is int"),
+        (["--weights", ""], "Weights of ''"),
         (["--seed", "-1"], "seed is -1"),
         (["--concurrency", "100000"], "nearest is 4096"),
         (["--cache", "nvfp4"], "nearest is int4_per_token_head"),
         (["--cache", "ultraquant_4bit"], "AMD"),
+        (["--price", "=2"], "names a GPU ''"),
+        (["--price", "A100=nan"], "price per GPU hour is nan"),
+        (["--price", "1e308"], "nearest that is planned for is 1e+09"),
+        (["--rate", "1e-320"], "nearest that is planned for is 1e-06"),
+        (["--prompt-tokens", "1" + "0" * 400], "nearest that is planned for is 16777216"),
+        (["--prompt-tokens", "1" + "0" * 5000], "must be tokens such as 1024"),
+        (["--prompt-tokens", "1024~"], "must be tokens such as 1024"),
+        (["--model", "m" * 5000], "File name too long"),
+        (["--model", "~nobody-by-this-name/config.json"], "a preset such as"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_2(arguments, sentence, capsys):
@@ -171,13 +203,33 @@ def test_bad_input_is_one_sentence_and_exit_2(arguments, sentence, capsys):
     assert captured.out == ""
     assert sentence in captured.err
     assert captured.err.count("\n") == 1
+    assert len(captured.err) < 700
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["guess"], ["estimate"], ["estimate", *LLAMA, "--rate", "x"], ["estimate", *LLAMA, "--rate", "-inf"]],
+)
+def test_options_that_are_none_get_a_sentence_too(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith("plan: ")
+    assert error.endswith("--help` lists what there is.\n")
+
+
+def test_sizes_that_the_model_cannot_have_are_named(capsys):
+    assert main(["compare", *LLAMA, "--gpu", "H100", "--tp", "1", "3", "--cache", "bf16", "--concurrency", "4"]) == 0
+    assert capsys.readouterr().err == "plan: TP 3 is left out: 32 attention heads cannot be divided by it.\n"
 
 
 def test_a_model_that_fits_nowhere(capsys):
     assert main(["recommend", "--model", "Llama-3.1-70B", "--gpu", "L40S", "--tp", "1"]) == 2
     error = capsys.readouterr().err
     assert "fits nowhere: on 1 x L40S its weights take 131.4 of 40.8 GiB" in error
-    assert "--weights fp8" in error
+    assert error.endswith("the nearest choice that fits is --tp 4.\n")
 
 
 def test_a_config_json_is_read_like_a_preset(tmp_path, capsys):
@@ -200,6 +252,7 @@ def test_what_cannot_be_written_is_said(capsys):
     ("arguments", "sentence"),
     [
         (["study", "--workers", "0"], "workers is 0"),
+        (["recommend", *LLAMA, "--cache", "nvfp4"], "nearest is int4_per_token_head"),
         (["regime", "--cache", "nvfp4"], "needs compute capability 10.0"),
         (["regime", "--gpu", "H1"], "nearest is H100"),
         (["regime", "--ttft-cost", "2"], "ttft-cost is 2"),
@@ -207,6 +260,7 @@ def test_what_cannot_be_written_is_said(capsys):
         (["compare", *LLAMA, "--plot", "map"], "nearest is map.png"),
         (["compare", "--model", "DeepSeek-V2-Lite", "--cache", "int4"], "nearest is fp8"),
         (["recommend", "--model", "nothing"], "no model"),
+        (["recommend", *LLAMA, "--chunk", "2048", "8192"], "nearest is --chunk 8192"),
     ],
 )
 def test_bad_input_of_other_verbs(arguments, sentence, capsys):

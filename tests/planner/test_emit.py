@@ -16,13 +16,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 ONE = replace(WORKLOADS["chat"], concurrency=1)
+PARSER = EngineArgs.add_cli_args(FlexibleArgumentParser())  # takes a second to build
 
 
 def engine_of(text, path):
     """What the engine's own parser makes of the file."""
     path.write_text(text)
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    return EngineArgs.from_cli_args(parser.parse_args(["--config", str(path)]))
+    return EngineArgs.from_cli_args(PARSER.parse_args(["--config", str(path)]))
 
 
 def policy_of(engine):

@@ -6,14 +6,17 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 from unittest.mock import patch
 
 import pytest
 import torch
 from elastic_tools.planner.cache import (
+    ALIASES,
     DTYPES,
     IN_FLIGHT,
     MLA_FP8_BLOCK,
+    REFUSED,
     KVLayout,
     block_tokens,
     kv_layout,
@@ -21,6 +24,7 @@ from elastic_tools.planner.cache import (
 )
 from elastic_tools.planner.checkpoint import load_model
 from vllm.config import VllmConfig
+from vllm.config.cache import CacheDType
 from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
 from vllm.platforms.interface import Platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype, nvfp4_kv_cache_full_dim
@@ -100,6 +104,12 @@ def aligned_block(name, model, tp):
     with patch("vllm.config.vllm.set_current_vllm_config"):
         Platform._align_heterogeneous_kv_block_size(config, backend("auto"))
     return cache.block_size
+
+
+def test_every_cache_dtype_of_vllm_is_known_or_refused_by_name():
+    names = set(get_args(CacheDType))
+    assert names <= {*DTYPES, *ALIASES, *REFUSED}
+    assert {*DTYPES, *REFUSED} <= names
 
 
 @pytest.mark.parametrize("tp", [1, 4, 16])

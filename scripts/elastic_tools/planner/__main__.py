@@ -1,14 +1,16 @@
 """``scripts/plan``: the command line of the planner."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from elastic_tools.planner import options, record
-from elastic_tools.planner.cache import cache_problem
-from elastic_tools.planner.errors import PlanError
-from elastic_tools.planner.estimate import Estimate, Plan, estimate, largest, nowhere
+from elastic_tools.planner.errors import PlanError, sentence
+from elastic_tools.planner.estimate import Estimate, Plan, estimate
 from elastic_tools.planner.options import Question
+from elastic_tools.planner.remedy import largest, nowhere
 
 EXAMPLES = """examples:
   scripts/plan estimate --model Llama-3.1-8B --gpu H100 --cache fp8
@@ -21,9 +23,18 @@ EXAMPLES = """examples:
 WORKERS_FROM = 24  # plans from which a second process pays
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, as the rest of the planner does, without the list of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with status 2."""
+        print(f"plan: {sentence(message)}; `{self.prog} --help` lists what there is.", file=sys.stderr)
+        raise SystemExit(2)
+
+
 def parser() -> argparse.ArgumentParser:
     """The verbs and their options."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="scripts/plan",
         description="Says what a workload costs on which GPUs, and which plan to take. Needs no GPU.",
         epilog=EXAMPLES,
@@ -83,16 +94,31 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options.check(given)
         verb(given)
+        sys.stdout.flush()  # here, where a full disk or a closed pipe can still be told
     except PlanError as error:
-        print(f"plan: {error}", file=sys.stderr)
+        print(f"plan: {sentence(error)}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever read the answer has seen enough
-        sys.stderr.close()
+        forget_output()
         return 1
     except OSError as error:
-        print(f"plan: {error.filename}: {error.strerror}.", file=sys.stderr)
+        if error.filename is None:
+            forget_output()
+        what = error.filename or "The answer cannot be written"
+        print(f"plan: {sentence(f'{what}: {error.strerror}.')}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("plan: stopped.", file=sys.stderr)
+        return 130  # what a shell gives for Ctrl-C
     return 0
+
+
+def forget_output() -> None:
+    """Drops what cannot be printed: the interpreter would try again at its end, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def show(given: argparse.Namespace, text: str, found: list[Estimate], data: object) -> None:
@@ -100,7 +126,7 @@ def show(given: argparse.Namespace, text: str, found: list[Estimate], data: obje
     if given.json == Path("-"):
         print(record.as_json(data))
     else:
-        print(text)
+        print(text, flush=True)  # what goes wrong with the files comes after it
         if given.json:
             record.to_json(given.json, data)
     if given.csv:
@@ -120,26 +146,20 @@ def estimate_verb(given: argparse.Namespace) -> None:
 
 def evaluate(asked: Question, plans: list[Plan]) -> list[Estimate]:
     """Estimates, on all cores where there are many; in the order of the plans."""
-    from tqdm import tqdm
-
     if len(plans) < WORKERS_FROM:
         return [estimate(plan, asked.workload, asked.seed) for plan in plans]
     from functools import partial
-    from multiprocessing import Pool
+
+    from elastic_tools.planner.parallel import spread
 
     one = partial(estimate, workload=asked.workload, seed=asked.seed)
-    with Pool() as pool:
-        return list(tqdm(pool.imap(one, plans, chunksize=4), total=len(plans), desc="plans", leave=False))
+    return spread(one, plans, "plans", together=4)
 
 
 def compare_verb(given: argparse.Namespace) -> None:
     """Many plans, the cheapest first."""
     asked = options.question(given)
     plans = asked.plans()
-    if not plans:
-        for device in asked.gpus:
-            if problem := cache_problem(asked.model, asked.caches[0], device.sm):
-                raise PlanError(problem)
     found = sorted(evaluate(asked, plans), key=lambda each: (each.problem is not None, not each.met, each.dollars))
     show(given, record.table(record.HEAD, map(record.line, found)), found, [record.full(each) for each in found])
     if given.plot:

@@ -137,14 +137,10 @@ def interior(run: dict[str, Any]) -> bool:
 
 def points(every: Sequence[dict[str, Any]]) -> list[Point]:
     """All figures of all runs, on all cores. The order does not depend on the number of processes."""
-    from multiprocessing import Pool
+    from elastic_tools.planner.parallel import spread
 
-    from tqdm import tqdm
-
-    with Pool() as pool:
-        every_estimate = list(tqdm(pool.imap(estimates, every), total=len(every), desc="runs", leave=False))
     found = []
-    for run, estimated in zip(every, every_estimate, strict=True):
+    for run, estimated in zip(every, spread(estimates, every, "runs"), strict=True):
         inside = interior(run)
         found += [Point(run, name, float(value), estimated[name], inside) for name, value in run["measured"].items()]
     return found

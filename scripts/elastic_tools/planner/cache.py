@@ -82,17 +82,23 @@ ALIASES = {
     "int8": "int8_per_token_head",
     "int4": "int4_per_token_head",
     "3bit": "turboquant_3bit_nc",
-    "nvfp4_4over6": "nvfp4",
+    "nvfp4_4over6": "nvfp4",  # the same layout, with scales that are chosen otherwise
+}
+# What else vLLM has: why the planner does not plan for it, and what comes nearest.
+REFUSED = {
+    "ultraquant_4bit": ("runs on AMD's GPUs only, and the planner knows none", "turboquant_4bit_nc"),
+    "fp8_inc": ("runs on Intel's Gaudi only, and the planner knows none", "fp8"),
+    "fp8_ds_mla": ("is for DeepSeek's sparse attention, which the planner has no cost model for", "fp8"),
+    "nvfp4_ds_mla": ("is for DeepSeek's sparse attention, which the planner has no cost model for", "fp8"),
 }
 
 
 def cache_dtype(name: str) -> CacheDtype:
     """A format by vLLM's name for it, or by a short one. Raises ``PlanError``."""
     known = ALIASES.get(name, name)
-    if known == "ultraquant_4bit":
-        raise PlanError(
-            "ultraquant_4bit runs on AMD's GPUs only, and the planner knows none; the nearest is turboquant_4bit_nc."
-        )
+    if known in REFUSED:
+        reason, near = REFUSED[known]
+        raise PlanError(f"{known} {reason}; the nearest is {near}.")
     if known not in DTYPES:
         near = nearest(name, [*DTYPES, *ALIASES])
         raise PlanError(f"There is no cache dtype {name!r}; the nearest is {near}.")

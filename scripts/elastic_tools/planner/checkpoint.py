@@ -1,18 +1,34 @@
 """Reads a Hugging Face ``config.json``, or a preset of ``configs/models``."""
 
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic_tools.pins import ROOT
-from elastic_tools.planner.errors import PlanError, nearest
+from elastic_tools.planner.errors import PlanError, nearest, sentence
 from elastic_tools.planner.model import MLA, ModelConfig, MoE
 from elastic_tools.planner.quantization import named, of_config
 
 PRESETS = ROOT / "configs" / "models"
 # Architectures whose query, key and value projections have a bias without a field that says so.
 QKV_BIAS = ("qwen2", "qwen2_moe")
+# Activations of MLPs without a gate, which have two matrices instead of three. Gemma's old configs say "gelu", but its
+# MLP has a gate.
+UNGATED = ("gelu", "gelu_new", "gelu_fast", "quick_gelu", "relu", "relu2", "xielu")
+LAYER_TYPES = ("full_attention", "attention", "sliding_attention")
+# Beginnings of fields of configs whose layers keep a state, choose what they read, share a cache, or are not all of one
+# shape: their cache is another one.
+OTHER_LAYERS = (
+    "layers_block_type", "hybrid_override_pattern", "attn_layer_period", "attn_type_list", "mamba_", "ssm_",
+    "linear_conv_", "conv_L_cache", "attention_chunk_size", "index_topk", "num_kv_shared_layers", "use_cla",
+    "lru_width", "global_head_dim", "num_global_", "swa_head_", "swa_num_",
+)  # fmt: skip
+BESIDE = ("vision_config", "audio_config")  # parts of a model beside its decoder
 Config = dict[str, Any]
+T = TypeVar("T", dict[str, Any], list[Any], str, bool)
+# The most that a field can be; of the layers and the heads more would only take time and memory.
+MOST, MOST_OF = 2**40, {"num_hidden_layers": 4096, "num_attention_heads": 65536}
 
 
 def presets() -> list[str]:
@@ -25,9 +41,11 @@ def load_model(source: str, weights: str | None = None) -> ModelConfig:
 
     ``weights`` overrides the precision of the linear layers: "bf16", "fp8", "int8" or "int4". Raises ``PlanError``.
     """
-    path = Path(source).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(source))
+    if source and path.is_dir():
         path = path / "config.json"
+        if not path.is_file():
+            raise PlanError(f"The folder {source!r} has no config.json.")
     if not path.is_file():
         by_name = {name.lower(): name for name in presets()}
         if source.lower() not in by_name:
@@ -37,22 +55,22 @@ def load_model(source: str, weights: str | None = None) -> ModelConfig:
             )
         path = PRESETS / f"{by_name[source.lower()]}.json"
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(path.read_text(encoding="utf-8-sig"))
+    except RecursionError:
+        raise PlanError(f"{path} is nested too deeply; a Hugging Face config.json is wanted.") from None
     except (OSError, ValueError) as error:
         raise PlanError(f"{path} cannot be read as JSON ({error}); a Hugging Face config.json is wanted.") from None
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
-    return parse(name, raw, weights)
+    return parse(sentence(name) or "the model", raw, weights)  # a name may have line breaks, and a line has not
 
 
 def parse(name: str, raw: Any, weights: str | None = None) -> ModelConfig:
     """The shapes in a parsed ``config.json``. Raises ``PlanError`` where a field is missing or makes no sense."""
     if not isinstance(raw, dict):
         raise PlanError(f"The config of {name} is no JSON object; a Hugging Face config.json is wanted.")
-    text = raw.get("text_config")
-    config = {**raw, **text} if isinstance(text, dict) else raw
-    kind = str(config.get("model_type", "llama"))
-    if "layers_block_type" in config or "mamba" in kind or "linear_attention" in (config.get("layer_types") or []):
-        raise PlanError(f"{name} has Mamba or linear-attention layers, which the planner has no cost model for.")
+    config = raw | typed(name, raw, "text_config", dict, {})
+    kind = typed(name, config, "model_type", str, "llama")
+    check_known(name, kind, config)
     hidden, layers, heads = (
         number(name, config, field) for field in ("hidden_size", "num_hidden_layers", "num_attention_heads")
     )
@@ -75,15 +93,48 @@ def parse(name: str, raw: Any, weights: str | None = None) -> ModelConfig:
         head_dim=number(name, config, "head_dim", max(1, hidden // heads)),
         vocab=number(name, config, "vocab_size"),
         max_len=number(name, config, "max_position_embeddings", 8192),
-        tied=bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
+        tied=typed(name, config, "tie_word_embeddings", bool, kind.startswith("gemma")),
         windows=parse_windows(name, kind, config, layers),
-        qkv_bias=kind in QKV_BIAS or bool(config.get("attention_bias", False)),
-        weights=named(weights) if weights else of_config(name, config.get("quantization_config")),
+        qkv_bias=kind in QKV_BIAS or typed(name, config, "attention_bias", bool, False),
+        weights=named(weights) if weights is not None else of_config(name, config.get("quantization_config")),
         mla=parse_mla(name, config),
         moe=moe,
         expert_layers=parse_expert_layers(name, config, layers) if moe else (False,) * layers,
         hub=hub if isinstance(hub, str) and hub else None,
+        uncounted=tuple(part for part in BESIDE if config.get(part)),
     )
+
+
+def check_known(name: str, kind: str, config: Config) -> None:
+    """Refuses what the shapes alone would be misread as a plain decoder for. Raises ``PlanError``."""
+    types = typed(name, config, "layer_types", list, [])
+    other = next((repr(each) for each in types if each not in LAYER_TYPES), None)
+    fields = (field for field in sorted(config) if field.startswith(OTHER_LAYERS) and config[field])
+    if found := other or next(fields, None) or (kind if "mamba" in kind else None):
+        raise PlanError(
+            f"{name} has layers of another kind ({found}), which the planner has no cost model for; it knows full and "
+            "sliding-window attention and MLA."
+        )
+    activation = config.get("hidden_act")
+    ungated = kind == "starcoder2" or (activation in UNGATED and not kind.startswith("gemma"))
+    if ungated or config.get("is_encoder_decoder"):
+        raise PlanError(
+            f"{name} is of the family {kind!r}, which the planner has no cost model for; it knows decoders whose MLP "
+            "has a gate, such as llama, qwen3 and mixtral."
+        )
+
+
+KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+
+
+def typed(name: str, config: Config, field: str, kind: type[T], default: T) -> T:
+    """A field of a kind; ``default`` where it is missing or null. Raises ``PlanError``."""
+    value = config.get(field)
+    if value is None:
+        return default
+    if not isinstance(value, kind):
+        raise PlanError(f"The config of {name} makes no sense: {field} is {value!r}, and must be {KINDS[kind]}.")
+    return value
 
 
 def number(name: str, config: Config, field: str, default: int | None = None) -> int:
@@ -94,6 +145,8 @@ def number(name: str, config: Config, field: str, default: int | None = None) ->
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         found = f"is {value!r}" if field in config else "is missing"
         raise PlanError(f"The config of {name} is not enough: {field} {found}, and must be a whole number above 0.")
+    if value > (most := MOST_OF.get(field, MOST)):
+        raise PlanError(f"The config of {name} makes no sense: {field} is {value}, and must be {most:,} or less.")
     return value
 
 

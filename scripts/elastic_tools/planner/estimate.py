@@ -1,7 +1,6 @@
 """What a plan gives and costs: memory, requests at a time, latencies, dollars for a million tokens."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -58,7 +57,7 @@ class Plan:
         if self.step_tokens < self.step_sequences:
             raise PlanError(
                 f"A chunk of {self.step_tokens} tokens is below the {self.step_sequences} sequences of a step; "
-                f"the nearest that vLLM takes is --chunk {self.step_sequences}."
+                f"the nearest that vLLM takes is --chunk {self.step_sequences} or --sequences {self.step_tokens}."
             )
         return budget(
             self.model,
@@ -142,23 +141,6 @@ def why_not(plan: Plan, memory: Budget, length: int) -> str | None:
             "and the null block"
         )
     return None
-
-
-def largest(plans: Sequence[Plan]) -> Plan:
-    """The plan with the most memory."""
-    return max(plans, key=lambda each: each.tp * each.gpu.memory)
-
-
-def nowhere(plan: Plan, length: int) -> str:
-    """The sentence for a model that does not fit, not even on ``plan``, the largest one that was offered."""
-    memory, bits = plan.memory(), plan.model.weights.bits
-    sentence = (
-        f"{plan.model.name} with requests of {length:,} tokens fits nowhere: on {plan.tp} x {plan.gpu.name} "
-        f"its weights take {memory.weights / GIB:.1f} of {memory.requested / GIB:.1f} GiB a GPU, and steps and "
-        f"framework {(memory.requested - memory.cache - memory.weights) / GIB:.1f}"
-    )
-    smaller = "--weights fp8, " if bits > 8 else "--weights int4, " if bits > 4 else ""
-    return f"{sentence}; the nearest choice is {smaller}more GPUs, a smaller --chunk, or shorter requests."
 
 
 def steady(times: StepTimes, chunk: int, concurrency: int, prompt: int, output: int) -> Steady:

@@ -50,6 +50,7 @@ class ModelConfig:
 
     ``windows`` has one entry a layer: the sliding window in tokens, or 0 for full attention. ``expert_layers`` has one
     entry a layer, too: whether its MLP is made of experts. ``hub`` is what Hugging Face calls the model, where known.
+    ``uncounted`` are the fields of the config.json that describe parts beside the decoder.
     """
 
     name: str
@@ -70,6 +71,7 @@ class ModelConfig:
     moe: MoE | None
     expert_layers: tuple[bool, ...]
     hub: str | None = None
+    uncounted: tuple[str, ...] = ()
 
     # --- tensor parallelism ---
 

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
-import numpy.typing as npt
 
 from elastic_tools.planner.cache import CacheDtype
 from elastic_tools.planner.hardware import GPU
-from elastic_tools.planner.tables import Tables
+from elastic_tools.planner.tables import Array, Tables
 
-Array = npt.NDArray[np.float64]
 BATCH: Array = np.array([2.0**n for n in range(12)])  # the axes of decode attention
 CONTEXT: Array = np.array([2.0**n for n in range(19)])
 

@@ -2,13 +2,14 @@
 
 import argparse
 import os
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from elastic_tools.planner.cache import CacheDtype, cache_dtype, cache_problem
 from elastic_tools.planner.checkpoint import load_model
-from elastic_tools.planner.errors import PlanError, nearest
+from elastic_tools.planner.errors import PlanError, nearest, positive
 from elastic_tools.planner.estimate import Plan
 from elastic_tools.planner.hardware import GPU, gpu, gpus
 from elastic_tools.planner.memory import UTILIZATION
@@ -125,10 +126,16 @@ def check(given: argparse.Namespace) -> None:
         raise PlanError(f"--plot is {str(plot)!r}, which is no picture; the nearest is {plot.with_suffix('.png')}.")
     if seed < 0:
         raise PlanError(f"--seed is {seed}, and must be 0 or more.")
+    if getattr(given, "csv", None) == Path("-"):
+        raise PlanError("--csv is '-', and only --json can be the terminal; the nearest is --csv /dev/stdout.")
+    paths: dict[Path, str] = {}
     for name in ("json", "csv", "plot"):
         path = getattr(given, name, None)
         if path is not None and path != Path("-"):
             _check_file(f"--{name}", path)
+            if path in paths:
+                raise PlanError(f"--{paths[path]} and --{name} are both {str(path)!r}; they need a file each.")
+            paths[path] = name
     if (folder := getattr(given, "output", None)) is not None:
         exists = _existing(folder)
         if not exists.is_dir() or not os.access(exists, os.W_OK):
@@ -155,11 +162,11 @@ def prices(given: list[str]) -> dict[str, float]:
     known = {name.lower(): name for name in gpus()}
     found = {}
     for text in given:
-        name, _, value = text.rpartition("=")
-        if name and name.lower() not in known:
+        name, equals, value = text.rpartition("=")
+        if equals and name.lower() not in known:
             raise PlanError(f"--price names a GPU {name!r}; the nearest is {nearest(name, gpus())}.")
         try:
-            price = float(value)
+            price = positive("The price per GPU hour", float(value))
         except ValueError:
             raise PlanError(f"--price is {text!r}, and must be dollars such as 2.5, or H100=2.5 for one GPU.") from None
         for each in [known[name.lower()]] if name else list(gpus()):
@@ -192,22 +199,35 @@ def question(given: argparse.Namespace) -> Question:
     price = prices(given.price)
 
     def several(value: Any) -> list[Any]:
-        return value if isinstance(value, list) else [value]
+        """One value or more, each once."""
+        return list(dict.fromkeys(value)) if isinstance(value, list) else [value]
 
-    devices = [gpu(name) for name in several(given.gpu)]
+    devices = list(dict.fromkeys(gpu(name) for name in several(given.gpu)))
     tps = several(given.tp)
     if not any(model.tp_problem(tp) is None for tp in tps) or any(tp < 1 for tp in tps):
         model.check_tp(min(tps))
+    caches = list(dict.fromkeys(cache_dtype(name) for name in several(given.cache)))
+    lacking = [[cache_problem(model, dtype, device.sm) for device in devices] for dtype in caches]
+    if all(all(problems) for problems in lacking):
+        raise PlanError(str(lacking[0][0]))
     workload = workload_of(given)
     if workload.length > model.max_len:
         raise PlanError(
             f"A request of {workload.length:,} tokens is longer than {model.name} takes; the most is {model.max_len:,}."
         )
+    left_out = [
+        f"The memory of {part} of {model.name} is not counted: the planner knows decoders of text."
+        for part in model.uncounted
+    ]
+    left_out += [f"TP {tp} is left out: {problem}." for tp in tps if (problem := model.tp_problem(tp))]
+    left_out += [problem for problems in lacking for problem in problems if problem]
+    for problem in dict.fromkeys(left_out):
+        print(f"plan: {problem}", file=sys.stderr)
     return Question(
         model=model,
         gpus=tuple(device.at(price.get(device.name)) for device in devices),
         tps=tuple(tps),
-        caches=tuple(cache_dtype(name) for name in several(given.cache)),
+        caches=tuple(caches),
         chunks=tuple(several(given.chunk)),
         workload=workload,
         sequences=given.sequences,

@@ -72,14 +72,13 @@ def of_config(name: str, quantization: Any) -> WeightFormat:
     """The format that a ``quantization_config`` describes. Raises ``PlanError`` for one that the planner lacks."""
     if not quantization:
         return PLAIN
-    if not isinstance(quantization, dict):
-        raise PlanError(f"The config of {name} is not enough: quantization_config is {quantization!r}, no object.")
+    _object(name, "quantization_config", quantization)
     method = str(quantization.get("quant_method", ""))
     algorithm = str(quantization.get("quant_algo", "")).lower()
     ignored = tuple(
-        str(pattern)
+        pattern
         for field in ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
-        for pattern in quantization.get(field) or ()
+        for pattern in _patterns(name, field, quantization.get(field))
     )
     if method.startswith(("awq", "gptq")):
         bits = _whole(name, quantization, "bits", quantization.get("w_bit", 4))
@@ -92,12 +91,15 @@ def of_config(name: str, quantization: Any) -> WeightFormat:
         return WeightFormat(4, 32, 8, experts_only=True)
     if method in ("fp8", "fbgemm_fp8") or algorithm == "fp8":
         return WeightFormat(8, ignored=ignored)
-    groups = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
-    bits_found = {group.get("num_bits") for group in groups}
-    if len(bits_found) > 1:
-        raise PlanError(f"{name} mixes weights of {sorted(map(str, bits_found))} bits; say --weights fp8 or int4.")
-    stored = groups[0].get("num_bits") if groups else None
-    if isinstance(stored, int):
+    listed = _object(name, "config_groups", quantization.get("config_groups"))
+    groups = [
+        _object(name, f"weights of {key}", _object(name, key, group).get("weights")) for key, group in listed.items()
+    ]
+    if groups and any("num_bits" in group for group in groups):
+        bits_found = {_whole(name, group, "num_bits", None) for group in groups}
+        if len(bits_found) > 1:
+            raise PlanError(f"{name} mixes weights of {sorted(bits_found)} bits; say --weights fp8 or int4.")
+        stored = bits_found.pop()
         given = groups[0].get("group_size")
         size = given if isinstance(given, int) and given > 0 else 0
         zero_point = 0 if groups[0].get("symmetric", True) else stored
@@ -105,9 +107,31 @@ def of_config(name: str, quantization: Any) -> WeightFormat:
     raise PlanError(f"{name} is quantised with {method!r}, which the planner does not know; say --weights fp8 or int4.")
 
 
+def _object(name: str, field: str, value: Any) -> dict[str, Any]:
+    """A field that is an object, or is missing. Raises ``PlanError``."""
+    if value is None or isinstance(value, dict):
+        return value or {}
+    raise PlanError(f"The config of {name} makes no sense: {field} is {value!r}, and must be an object.")
+
+
+def _patterns(name: str, field: str, value: Any) -> list[str]:
+    """The names of modules in a field: one or a list of them. Raises ``PlanError``."""
+    patterns = [value] if isinstance(value, str) else value or []
+    if not isinstance(patterns, list) or not all(isinstance(each, str) for each in patterns):
+        raise PlanError(f"The config of {name} makes no sense: {field} is {value!r}, and must be names of modules.")
+    for pattern in patterns:
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise PlanError(
+                f"The config of {name} makes no sense: {pattern!r} in {field} is no pattern ({error})."
+            ) from None
+    return patterns
+
+
 def _whole(name: str, config: dict[str, Any], field: str, default: Any) -> int:
     value = config.get(field, default)
-    if not isinstance(value, int) or not 1 <= value <= 16:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 16:
         raise PlanError(f"The config of {name} is not enough: {field} is {value!r}, and must be a number of bits.")
     return value
 

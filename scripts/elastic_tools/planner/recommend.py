@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from elastic_tools.planner.cache import CacheDtype, cache_dtype, cache_problem
 from elastic_tools.planner.errors import PlanError
-from elastic_tools.planner.estimate import Estimate, Plan, estimate, largest, nowhere, run
+from elastic_tools.planner.estimate import Estimate, Plan, estimate, run
 from elastic_tools.planner.hardware import GPU
 from elastic_tools.planner.memory import GIB
 from elastic_tools.planner.options import Question
 from elastic_tools.planner.regime import TTFT_COST, regime
+from elastic_tools.planner.remedy import largest, nowhere
 from elastic_tools.planner.traffic import Loan, Outcome
 
 TIE = 0.02  # plans whose cost differs by less count as equal, and the more exact cache wins
@@ -32,8 +33,14 @@ Evaluate = Callable[[Plan], Estimate]
 
 def recommend(asked: Question) -> Decision:
     """Decides for each GPU and takes the cheapest that keeps the SLOs. Raises ``PlanError`` where the model fits
-    nowhere.
+    nowhere, and for several chunks: the decision looks for the chunk itself.
     """
+    if len(asked.chunks) > 1:
+        chunks, most = " ".join(map(str, asked.chunks)), max(chunk or 0 for chunk in asked.chunks)
+        raise PlanError(
+            f"--chunk is {chunks}, and a recommendation starts from one and looks for smaller ones itself; "
+            f"the nearest is --chunk {most}."
+        )
     known: dict[Plan, Estimate] = {}
 
     def evaluate(plan: Plan) -> Estimate:

@@ -1,6 +1,7 @@
 """How long one step of the engine takes: so many tokens, so many requests that decode, so many chunks of prompts."""
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 
@@ -9,11 +10,12 @@ import numpy as np
 from elastic_tools.planner.cache import DTYPES, CacheDtype, layer_token_bytes
 from elastic_tools.planner.hardware import GPU
 from elastic_tools.planner.model import ELEMENT, ModelConfig
-from elastic_tools.planner.operators import ATTENTION_COMPUTE, ATTENTION_MEMORY, LAUNCH, Array, Operators, Source
-from elastic_tools.planner.tables import Tables, load
+from elastic_tools.planner.operators import ATTENTION_COMPUTE, ATTENTION_MEMORY, LAUNCH, Operators, Source
+from elastic_tools.planner.tables import Array, Tables, load
 
 MOST_TOKENS = 131_072
 GRID = np.unique(np.concatenate([2.0 ** np.arange(18), 3 * 2.0 ** np.arange(16)]))  # tokens of a step
+LENGTHS: list[float] = GRID.tolist()  # for look-ups of one value, which are faster in a list
 # Modelled: what a step costs beside the GPU's work. Scheduling and sampling overlap with it up to this rest.
 STEP_FIXED, STEP_PER_REQUEST = 0.3, 0.004  # ms
 
@@ -43,8 +45,8 @@ class StepTimes:
         self.model, self.gpu, self.dtype, self.tp = model, gpu, dtype, tp
         operators = Operators(gpu, tables or load(gpu))
         self.parts = self._parts(operators)
-        total = np.sum([part.ms for part in self.parts], axis=0)
-        self._linear: list[float] = np.interp(np.arange(MOST_TOKENS + 1), GRID, total).tolist()
+        self._total: Array = np.sum([part.ms for part in self.parts], axis=0)
+        self._linear: dict[int, float] = {}  # by tokens, as they are asked for: few of the 131,072 ever are
         head = operators.gemm(GRID[GRID <= 4096], -(-model.head_rows // tp), model.hidden, 16)
         gathered = operators.all_reduce(GRID[GRID <= 4096] * model.head_rows / 2, tp)
         self.head = Part("logits", head.ms + gathered.ms, max(head.source, gathered.source))
@@ -55,9 +57,11 @@ class StepTimes:
 
     def linear(self, tokens: int) -> float:
         """Everything but attention and logits in a step of ``tokens`` tokens."""
-        if tokens <= MOST_TOKENS:
-            return self._linear[tokens]
-        return self._linear[-1] * tokens / MOST_TOKENS
+        if tokens > MOST_TOKENS:
+            return self.linear(MOST_TOKENS) * tokens / MOST_TOKENS
+        if (ms := self._linear.get(tokens)) is None:
+            ms = self._linear[tokens] = float(np.interp(tokens, GRID, self._total))
+        return ms
 
     def part(self, part: Part, tokens: int) -> float:
         """One kind of work in a step of ``tokens`` tokens."""
@@ -138,7 +142,7 @@ class StepTimes:
     def _attention(self, operators: Operators, ideal: bool) -> None:
         model, tp = self.model, self.tp
         windows = sorted(set(model.windows))
-        skipped = 2 * self.dtype.skip if self.dtype.skip else 0
+        skipped = min(2 * self.dtype.skip, model.layers)
         if model.mla:
             grid, self._prefill_line, source = self._latent(operators)
             self._decode = [(0, model.layers, grid)]
@@ -172,12 +176,12 @@ class StepTimes:
 
     def _causal(self, length: float) -> float:
         """Attention of one layer over a prompt of ``length`` tokens."""
-        if length > GRID[-1]:
-            return self._prefill_line[-1] * (length / GRID[-1]) ** 2
-        position = int(np.searchsorted(GRID, length))
-        if GRID[position] == length:
+        if length > LENGTHS[-1]:
+            return self._prefill_line[-1] * (length / LENGTHS[-1]) ** 2
+        position = bisect_left(LENGTHS, length)
+        if LENGTHS[position] == length:
             return self._prefill_line[position]
-        low, high = GRID[position - 1], GRID[position]
+        low, high = LENGTHS[position - 1], LENGTHS[position]
         share = math.log(length / low) / math.log(high / low)
         a, b = self._prefill_line[position - 1], self._prefill_line[position]
         return float(a ** (1 - share) * b**share)

@@ -9,7 +9,6 @@ arithmetic; ``check`` simulates some.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,11 @@ from elastic_tools.planner.checkpoint import load_model
 from elastic_tools.planner.errors import PlanError
 from elastic_tools.planner.estimate import Plan, run, steady, times_of, users
 from elastic_tools.planner.hardware import gpu, gpus
+from elastic_tools.planner.regime import CONTEXTS, TPS
 from elastic_tools.planner.workload import Lengths, Workload
 
 RESULTS = ROOT / "docs" / "results"
 MODELS = ("Llama-2-7B", "Qwen2.5-7B", "Llama-3.1-8B", "Qwen2.5-14B", "Qwen2.5-32B", "Llama-3.1-70B")
-CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
-TPS = (1, 2, 4, 8)
 CACHES = ("fp8", "int8", "int4", "3bit")
 RELIEFS = (1.25, 1.5, 2.0, 3.0, 4.0)
 ANSWER = 0.125  # share of the context that is generated
@@ -140,12 +138,11 @@ def pairs(plain: Sequence[Plan], packed: Sequence[Plan], context: int) -> Iterat
 
 
 def sweep(workers: int | None = None) -> tuple[list[Cell], list[Pair]]:
-    """The whole study, on all cores, with a progress bar. The order does not depend on the number of processes."""
-    from tqdm import tqdm
+    """The whole study, on all cores. The order does not depend on the number of processes."""
+    from elastic_tools.planner.parallel import spread
 
     jobs = [(model, name) for model in MODELS for name in gpus()]
-    with Pool(workers) as pool:
-        parts = list(tqdm(pool.imap(study_one, jobs), total=len(jobs), desc="models x GPUs"))
+    parts = spread(study_one, jobs, "models x GPUs", workers)
     return [each for cells, _ in parts for each in cells], [each for _, found in parts for each in found]
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from elastic_tools.planner.errors import PlanError, positive
 
+MOST_TOKENS = 2**24  # of a prompt or an answer; no model takes more
 MOST_AT_A_TIME = 4096  # requests; four times what vLLM takes into a step by default, so most of them wait anyhow
 
 
@@ -33,13 +34,15 @@ class Lengths:
 
 def parse_lengths(name: str, text: str) -> Lengths:
     """``1024``, or ``1024~0.5`` for a log-normal with this median and sigma."""
-    median, _, spread = text.partition("~")
+    median, tilde, spread = text.partition("~")
     try:
-        result = Lengths(int(median), float(spread or 0))
+        result = Lengths(int(median), float(spread) if tilde else 0.0)
     except ValueError:
         raise PlanError(f"{name} is {text!r}, and must be tokens such as 1024, or 1024~0.5 for a spread.") from None
     if result.median < 1 or not 0 <= result.spread <= 3:
         raise PlanError(f"{name} is {text!r}: the tokens must be 1 or more, and the spread from 0 to 3.")
+    if result.median > MOST_TOKENS:
+        raise PlanError(f"{name} is {text!r}; the nearest that is planned for is {MOST_TOKENS}.")
     return result
 
 
@@ -78,7 +81,7 @@ class Workload:
     @property
     def length(self) -> int:
         """Tokens of a typical request at its end."""
-        return round(self.prompt.mean + self.output.mean)
+        return round(self.prompt.mean) + round(self.output.mean)
 
 
 WORKLOADS = {
