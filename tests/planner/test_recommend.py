@@ -1,6 +1,7 @@
 """The decision and the regime map."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -172,3 +173,13 @@ def test_pairs_of_queries_and_keys(tokens, window, expected):
 
 def test_a_context_without_room_has_no_point():
     assert regime(replace(plan("Qwen2.5-32B")), 131072, 512) is None
+
+
+def test_what_a_cache_costs_can_be_checked_by_hand():
+    decision = decide("--model", "Llama-3.1-8B", "--gpu", "H100")
+    step = next(one for one in decision.steps if one.startswith("Cache:"))
+    price = float(re.search(r"\$([\d.]+) an hour", step)[1])
+    found = re.findall(r"([\d,]+) tokens/s, \$(\d+\.\d+)", step)
+    assert len(found) >= 3
+    for tokens, dollars in found:
+        assert float(dollars) == pytest.approx(price / (3600 * float(tokens.replace(",", ""))) * 1e6, abs=0.0006)

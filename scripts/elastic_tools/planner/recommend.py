@@ -170,10 +170,13 @@ def cache_step(found: list[Estimate], chosen: Estimate) -> str:
         slos = "" if each.met else ", SLOs missed"
         texts.append(
             f"{each.plan.dtype.name} holds {each.users:.1f} requests, runs "
-            f"{each.outcome.running:.0f}, ${each.dollars:.3f}{slos}"
+            f"{each.outcome.running:.0f}, {each.outcome.tokens:,.0f} tokens/s, ${each.dollars:.3f}{slos}"
         )
     keep = "keep the model's own type" if chosen.plan.dtype.bits == 16 else f"compress to {chosen.plan.dtype.name}"
-    return f"Cache: {keep}. For a million output tokens: {'; '.join(texts)}."
+    return (
+        f"Cache: {keep}. ${chosen.plan.price:.3f} an hour / (3,600 x output tokens/s) x 1,000,000: "
+        f"{'; '.join(texts)}."
+    )
 
 
 def more_step(found: list[Estimate], chosen: Estimate) -> str:
