@@ -70,6 +70,7 @@ def calls(monkeypatch):
     calls = Calls()
     calls.patch(monkeypatch, torch.cuda, "Stream")
     calls.patch(monkeypatch, torch.cuda, "stream")
+    calls.patch(monkeypatch, Stream, "synchronize")
     calls.patch(monkeypatch, torch, "from_dlpack")
     calls.patch(monkeypatch, torch, "as_strided")
     calls.patch(monkeypatch, torch.Tensor, "zero_", launches=True)
@@ -82,6 +83,7 @@ def calls(monkeypatch):
     [
         ("Stream", 1),
         ("stream", 1),
+        ("synchronize", 1),
         ("from_dlpack", SEGMENTS),
         ("as_strided", SEGMENTS),
         ("zero_", SEGMENTS),

@@ -247,8 +247,10 @@ class CudaPageDriver(PageDriver):
         try:
             with torch.cuda.stream(stream):
                 self._fill(places)
-        finally:
-            stream.synchronize()  # also where it failed half-way: the pages are unmapped next
+            stream.synchronize()
+        except BaseException:  # whatever it is, a part may be under way, and the pages are unmapped next
+            self.synchronize()
+            raise
 
     def _fill(self, places: Sequence[tuple[int, int]]) -> None:
         import torch
@@ -260,8 +262,9 @@ class CudaPageDriver(PageDriver):
             torch.as_strided(words, (len(group), nbytes // 8), (step, 1)).zero_()
 
     def _is_mapped(self, address: int) -> bool:
+        # The call for several attributes: that for one fails where an address belongs to nothing.
         attribute = self._do.api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MAPPED
-        return bool(self._do("cuPointerGetAttribute", 0, attribute, address))
+        return bool(self._do("cuPointerGetAttributes", 0, 1, [attribute], address)[0])
 
     def _count_kept(self) -> int:
         """`kept_bytes`, for callers that hold the lock."""
