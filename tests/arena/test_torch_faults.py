@@ -81,7 +81,6 @@ def calls(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "at_least"),
     [
-        ("Stream", 1),
         ("stream", 1),
         ("synchronize", 1),
         ("from_dlpack", SEGMENTS),
@@ -110,6 +109,21 @@ def test_every_call_fails_once(calls, call, at_least):
         if error is None:
             break
     assert number > at_least
+    arena.close()
+
+
+def test_the_stream_is_made_once(calls):
+    """torch makes another one each time it is asked, until it has 32 of them."""
+    arena = make_arena(Driver())
+    with calls.failing("Stream", 1):
+        error = outcome_of(lambda: arena.attach([0]))
+    assert error is not None
+    assert error.code == "RuntimeError"
+    assert arena.attached == frozenset()
+    arena.attach([0])
+    with calls.failing("Stream", 1):
+        arena.attach([1])
+    assert arena.attached == {0, 1}
     arena.close()
 
 
