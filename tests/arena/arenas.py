@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from support.cuda_stand_in import cuda_stand_in as device
 from vllm.v1.elastic_kv.arena import KVArena
 from vllm.v1.elastic_kv.layout import Segment
 
@@ -50,8 +51,11 @@ def chunk_bytes(arena: KVArena, chunk: int) -> list[torch.Tensor]:
 
 
 def fill(arena: KVArena, chunk: int, value: int) -> None:
+    """Write to a chunk, as a step does: the stand-in is busy with all that is attached until somebody waits for it."""
     for part in chunk_bytes(arena, chunk):
         part.fill_(value)
+    if isinstance(getattr(arena.driver, "inner", arena.driver), device.StandInDriver):
+        device.submit()
 
 
 def holds(arena: KVArena, chunk: int, value: int) -> bool:

@@ -65,10 +65,24 @@ def test_the_second_device_has_memory_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("visible", "devices"), [(None, [0, 1]), ("0,1", [0, 1]), ("1,0", [1, 0]), ("1", [1]), ("0", [0])], ids=str
+    ("visible", "devices"),
+    [
+        (None, [0, 1]),
+        ("0,1", [0, 1]),
+        ("1,0", [1, 0]),
+        ("1", [1]),
+        ("0", [0]),
+        ("MIG-11111111-0000-4000-8000-000000000000", [1]),
+        ("MIG-1111,GPU-0000", [1, 0]),
+        ("1,2,0", [1]),
+    ],
+    ids=str,
 )
 def test_a_device_s_number_counts_what_is_visible(monkeypatch, visible, devices):
-    """As torch's index does. Ray gives each worker a CUDA_VISIBLE_DEVICES; the machine's numbers do not matter then."""
+    """As torch's index does: nobody here reads the names, which may be numbers or identifiers, of slices as well.
+
+    Ray gives each worker a CUDA_VISIBLE_DEVICES; the machine's numbers do not matter then.
+    """
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
@@ -342,6 +356,14 @@ class TestKept:
             driver.create(PAGE)
         driver.release(handle)
         driver.give_up_kept()
+
+    def test_others_do_not_have_it_until_it_is_given_up(self):
+        device.reset(nbytes=4 * PAGE)
+        first, second = device.StandInDriver(keep_bytes=4 * PAGE), device.StandInDriver()
+        first.release(first.create(4 * PAGE))
+        assert (first.available_bytes(), second.available_bytes()) == (4 * PAGE, 0)
+        assert first.give_up_kept() == 4 * PAGE
+        second.release(second.create(4 * PAGE))
 
 
 def test_a_cut_without_memory_for_it_changes_nothing():

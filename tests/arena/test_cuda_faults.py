@@ -35,7 +35,7 @@ USING = [
     "cuMemMap",
     "cuMemSetAccess",
     "cuMemUnmap",
-    "cuPointerGetAttribute",
+    "cuPointerGetAttributes",
 ]
 ENDING = ["cuDevicePrimaryCtxRelease"]  # as the driver is collected, when there is nobody to tell
 
@@ -45,7 +45,8 @@ pytestmark = pytest.mark.usefixtures("clean_device")
 def life(context: int) -> None:
     """All that a driver and an arena do, with a cut and with memory that is kept, on a thread of that context.
 
-    What goes on in the background is waited for, so that the same call is the same one each time.
+    What goes on in the background is waited for, so that the same call is the same one each time. Steps are in flight
+    all the while, since `fill` submits one: whatever fails, an unmap that does not wait for them loses the device.
     """
     device.enter(context)
     driver = device.StandInDriver()

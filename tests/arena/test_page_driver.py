@@ -1,9 +1,13 @@
 """The contract that every page driver keeps."""
 
+import ast
+import json
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+from vllm.v1 import elastic_kv
 from vllm.v1.elastic_kv.host_driver import HostPageDriver
 from vllm.v1.elastic_kv.page_driver import OutOfMemoryError, PageDriver, PageDriverError, make_driver
 
@@ -102,6 +106,22 @@ def test_a_tensor_sees_later_maps(driver, space, size):
     assert (whole[5 * size : 6 * size] == 6).all()
     assert (whole[6 * size : 7 * size] == 5).all()
     drop(driver, *handles)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8], ids=str
+)
+def test_the_bytes_are_of_any_type(driver, space, size, dtype):
+    """A cache is a view of the bytes, as its layers have it."""
+    handle = driver.create(size)
+    driver.map(space, handle)
+    view = driver.tensor(space, size)[driver.granule :].view(dtype)
+    assert view.data_ptr() == space + driver.granule
+    assert view.nbytes == size - driver.granule
+    view.fill_(2.0)
+    assert (view.float() == 2.0).all()
+    assert not driver.tensor(space, size)[: driver.granule].any()
+    drop(driver, handle)
 
 
 def test_neighbours_are_independent(driver, space, size):
@@ -309,15 +329,46 @@ print("after", flush=True)
     assert result.stdout.split() == ["before"]
 
 
-def test_the_memory_modules_need_no_vllm(python_without_vllm):
+def test_the_memory_modules_need_no_vllm_and_load_no_cuda(python_without_vllm):
+    """Every module is tried, in a process that has nothing yet. Those that want vLLM or torch end there."""
     result = python_without_vllm("""
-import elastic_kv.page_driver, elastic_kv.host_driver, elastic_kv.arena, elastic_kv.layout
-try:
-    import vllm
-except ImportError:
-    print("ok", "torch" in sys.modules)
+import importlib, json, pkgutil
+import elastic_kv
+sys.modules["torch"] = None  # it loads the bindings itself
+imported = []
+for module in pkgutil.iter_modules(elastic_kv.__path__):
+    try:
+        importlib.import_module(f"elastic_kv.{module.name}")
+        imported.append(module.name)
+    except ModuleNotFoundError as error:
+        assert error.name.split(".")[0] in ("vllm", "torch"), error
+loaded = {name.split(".")[0] for name in sys.modules}
+print(json.dumps([imported, sorted(loaded & {"cuda", "pynvml"})]))
 """)
-    assert result.stdout.split() == ["ok", "False"], result.stderr
+    assert result.returncode == 0, result.stderr
+    imported, loaded = json.loads(result.stdout)
+    assert {"page_driver", "host_driver", "cuda_driver", "cuda_calls", "arena", "layout", "call_costs"} <= set(imported)
+    assert not loaded
+
+
+def test_no_module_imports_cuda_as_it_is_imported():
+    """What vLLM and torch import beside ours, they import without us as well. So this looks at the sources."""
+
+    def imports(node: ast.AST):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (name.name for name in child.names)
+            elif isinstance(child, ast.ImportFrom) and not child.level:
+                yield child.module
+            elif not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                yield from imports(child)
+
+    folder = Path(elastic_kv.__path__[0])
+    sources = [*folder.rglob("*.py"), folder.parents[1] / "config" / "elastic_kv.py"]
+    assert len(sources) > 40
+    for source in sources:
+        names = {name.split(".")[0] for name in imports(ast.parse(source.read_text()))}
+        assert not names & {"cuda", "pynvml"}, source
 
 
 @pytest.mark.parametrize("name", ["auto", "host"])

@@ -70,6 +70,7 @@ def calls(monkeypatch):
     calls = Calls()
     calls.patch(monkeypatch, torch.cuda, "Stream")
     calls.patch(monkeypatch, torch.cuda, "stream")
+    calls.patch(monkeypatch, Stream, "synchronize")
     calls.patch(monkeypatch, torch, "from_dlpack")
     calls.patch(monkeypatch, torch, "as_strided")
     calls.patch(monkeypatch, torch.Tensor, "zero_", launches=True)
@@ -80,8 +81,8 @@ def calls(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "at_least"),
     [
-        ("Stream", 1),
         ("stream", 1),
+        ("synchronize", 1),
         ("from_dlpack", SEGMENTS),
         ("as_strided", SEGMENTS),
         ("zero_", SEGMENTS),
@@ -108,6 +109,21 @@ def test_every_call_fails_once(calls, call, at_least):
         if error is None:
             break
     assert number > at_least
+    arena.close()
+
+
+def test_the_stream_is_made_once(calls):
+    """torch makes another one each time it is asked, until it has 32 of them."""
+    arena = make_arena(Driver())
+    with calls.failing("Stream", 1):
+        error = outcome_of(lambda: arena.attach([0]))
+    assert error is not None
+    assert error.code == "RuntimeError"
+    assert arena.attached == frozenset()
+    arena.attach([0])
+    with calls.failing("Stream", 1):
+        arena.attach([1])
+    assert arena.attached == {0, 1}
     arena.close()
 
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from arena.arenas import make_arena
-from arena.drivers import needs_stand_in
+from arena.drivers import mappings, needs_stand_in
 from elastic_tools.bench import driver as bench
+from elastic_tools.bench.report import RESULTS
 from support.cuda_stand_in import cuda_stand_in as device
 from vllm.v1.elastic_kv import worker_side
 from vllm.v1.elastic_kv.call_costs import PUBLISHED, CallCosts, best_run_bytes, costs_of, save_costs
@@ -95,6 +96,38 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys, monkeypatch):
     assert printed.out.strip() in text
     assert "no time here was measured" in text
     assert json.loads((tmp_path / "driver-calls.json").read_text())["costs"]["create"] == PUBLISHED.create
+
+
+def test_what_is_committed_is_what_the_command_writes(tmp_path, monkeypatch):
+    """Byte for byte, as long as nobody measured a card."""
+
+    def none():
+        raise ValueError("no driver")
+
+    monkeypatch.setattr(bench, "CudaPageDriver", none)
+    assert bench.main(["--output", str(tmp_path)]) == 0
+    committed = {path.name: path.read_text() for path in RESULTS.glob("driver-calls.*")}
+    if "measured" in json.loads(committed["driver-calls.json"])["costs"]["source"]:
+        pytest.skip("it was measured on a card")
+    assert committed == {path.name: path.read_text() for path in tmp_path.iterdir()}
+
+
+def test_access_is_timed_where_there_was_none(monkeypatch):
+    """To allow what is allowed already may cost a driver nothing."""
+    needs_stand_in()
+    device.reset()
+    driver = device.StandInDriver()
+    allowed, real = [], driver.make_usable
+
+    def noting(handles):
+        (handle,) = handles
+        place = driver._ledger.place(handle)
+        allowed.append([permissions for _, _, permissions in mappings(place, PAGE)])
+        real([handle])
+
+    monkeypatch.setattr(driver, "make_usable", noting)
+    bench.measure(driver, nbytes=1 << 20, repeats=3)
+    assert allowed == [["---s"]] * (2 * 3 + 2)
 
 
 def test_measuring_leaves_nothing():

@@ -2,10 +2,11 @@
  *
  * It is loaded under the name libcuda.so.1, and NVIDIA's bindings find every call through cuGetProcAddress_v2. A device
  * has a budget of memory. New memory is not zero: it is full of 0xFF, which is NaN in every floating-point format. Work
- * that was submitted to a device and not waited for makes cuMemUnmap of its memory end as a kernel would that touches an
- * unmapped page: with CUDA_ERROR_ILLEGAL_ADDRESS, now and from then on. Each thread has a stack of contexts. Where the
- * documentation does not say whether a call needs one, it does. There are two devices, of which CUDA_VISIBLE_DEVICES
- * leaves those that it names, in its order, as it is when cuInit is called.
+ * that was submitted to a device and not waited for makes cuMemUnmap end as a kernel would that touches an unmapped page,
+ * with CUDA_ERROR_ILLEGAL_ADDRESS, now and from then on: the work may touch all that was accessible when it was submitted.
+ * Each thread has a stack of contexts. Where the documentation does not say whether a call needs one, it does. There are
+ * two devices, of which CUDA_VISIBLE_DEVICES leaves those that it names by number or identifier, in its order and up to
+ * the first name that is none, as it is when cuInit is called.
  *
  * Tests steer it through the functions called stand_in_*.
  */
@@ -32,7 +33,7 @@ typedef struct {
 typedef struct {
     uintptr_t start, end;
     int allocation; /* index; -1 for a reservation */
-    int accessible;
+    int accessible, busy;
 } Range;
 
 typedef struct {
@@ -49,7 +50,8 @@ static Range reservations[MOST], mappings[MOST];
 static int num_allocations, num_reservations, num_mappings;
 static size_t budget = (size_t)1 << 30, granule = 2 << 20, used[DEVICES];
 static int visible[DEVICES], num_visible; /* the driver's number of a device -> the machine's */
-static int initialized, busy[DEVICES], broken, retained[DEVICES], shareable;
+static const char *identifiers[DEVICES] = {"GPU-00000000-0000-4000-8000-000000000000", "MIG-11111111-0000-4000-8000-000000000000"};
+static int initialized, broken, retained[DEVICES], shareable;
 static struct CUctx_st {
     int device;
 } contexts[DEVICES] = {{0}, {1}};
@@ -109,14 +111,32 @@ static void drop_if_unused(Allocation *allocation) {
     while (num_allocations && allocations[num_allocations - 1].fd < 0) num_allocations--; /* handles come again */
 }
 
+/* The machine's number of the device that a list of names begins with: a number, or the beginning of an identifier. */
+static int device_named(const char *names) {
+    size_t length = strcspn(names, ",");
+    if (length == 1 && *names >= '0' && *names < '0' + DEVICES) return *names - '0';
+    for (int i = 0; i < DEVICES; i++)
+        if (length > 4 && length <= strlen(identifiers[i]) && !strncmp(names, identifiers[i], length)) return i;
+    return -1;
+}
+
+/* A device, by the machine's number, has done all that was submitted. */
+static void finish(int device) {
+    for (int i = 0; i < num_mappings; i++)
+        if (allocations[mappings[i].allocation].device == device) mappings[i].busy = 0;
+}
+
 CUresult cuInit(unsigned flags) {
     ENTER(0);
     if (flags) return leave(CUDA_ERROR_INVALID_VALUE);
     const char *named = getenv("CUDA_VISIBLE_DEVICES");
     num_visible = 0;
     for (int i = 0; !named && i < DEVICES; i++) visible[num_visible++] = i;
-    for (; named && *named >= '0' && *named < '0' + DEVICES && num_visible < DEVICES; named += named[1] ? 2 : 1)
-        visible[num_visible++] = *named - '0';
+    for (int device; named && num_visible < DEVICES && (device = device_named(named)) >= 0;) {
+        visible[num_visible++] = device;
+        named = strchr(named, ',');
+        if (named) named++;
+    }
     if (!num_visible) return leave(CUDA_ERROR_NO_DEVICE);
     initialized = 1;
     return leave(CUDA_SUCCESS);
@@ -202,7 +222,7 @@ CUresult cuCtxGetCurrent(CUcontext *context) {
 
 CUresult cuCtxSynchronize(void) {
     ENTER(1);
-    busy[visible[current()->device]] = 0;
+    finish(visible[current()->device]);
     return leave(CUDA_SUCCESS);
 }
 
@@ -238,7 +258,7 @@ CUresult cuMemAddressReserve(CUdeviceptr *address, size_t size, size_t alignment
     uintptr_t start = ((uintptr_t)room + align - 1) / align * align, end = start + size;
     if (start > (uintptr_t)room) munmap(room, start - (uintptr_t)room);
     munmap((void *)end, (uintptr_t)room + size + align - end);
-    reservations[num_reservations++] = (Range){start, end, -1, 0};
+    reservations[num_reservations++] = (Range){start, end, -1, 0, 0};
     *address = start;
     return leave(CUDA_SUCCESS);
 }
@@ -297,7 +317,7 @@ CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset, CUmemGenericA
     if (num_mappings == MOST) return leave(CUDA_ERROR_OUT_OF_MEMORY);
     if (mmap((void *)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, allocation->fd, 0) == MAP_FAILED)
         return leave(CUDA_ERROR_OUT_OF_MEMORY);
-    mappings[num_mappings++] = (Range){address, address + size, (int)handle - 1, 0};
+    mappings[num_mappings++] = (Range){address, address + size, (int)handle - 1, 0, 0};
     allocation->mappings++;
     return leave(CUDA_SUCCESS);
 }
@@ -325,7 +345,7 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
     Range *range = find(mappings, num_mappings, address, address + 1);
     if (!range || range->start != address || range->end != address + size) return leave(CUDA_ERROR_INVALID_VALUE);
     Allocation *allocation = &allocations[range->allocation];
-    if (busy[allocation->device]) {
+    if (range->busy) {
         broken = 1;
         return leave(CUDA_ERROR_ILLEGAL_ADDRESS);
     }
@@ -337,11 +357,11 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
     return leave(CUDA_SUCCESS);
 }
 
-CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr address) {
+/* Of any address, unlike cuPointerGetAttribute. */
+CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute *attributes, void **data, CUdeviceptr address) {
     ENTER(1);
-    if (attribute != CU_POINTER_ATTRIBUTE_MAPPED || !find(reservations, num_reservations, address, address + 1))
-        return leave(CUDA_ERROR_INVALID_VALUE);
-    *(int *)data = find(mappings, num_mappings, address, address + 1) != NULL;
+    if (count != 1 || *attributes != CU_POINTER_ATTRIBUTE_MAPPED) return leave(CUDA_ERROR_INVALID_VALUE);
+    *(int *)*data = find(mappings, num_mappings, address, address + 1) != NULL;
     return leave(CUDA_SUCCESS);
 }
 
@@ -366,7 +386,7 @@ static Call calls[CALLS] = {
     CALL(cuDevicePrimaryCtxRetain), CALL(cuDevicePrimaryCtxRelease), CALL(cuCtxSetCurrent), CALL(cuCtxGetCurrent),
     CALL(cuCtxPushCurrent), CALL(cuCtxPopCurrent), CALL(cuCtxSynchronize), CALL(cuMemGetInfo), CALL(cuMemGetAllocationGranularity), CALL(cuMemAddressReserve),
     CALL(cuMemAddressFree), CALL(cuMemCreate), CALL(cuMemRelease), CALL(cuMemMap), CALL(cuMemSetAccess),
-    CALL(cuMemUnmap), CALL(cuPointerGetAttribute), CALL(cuGetErrorName),
+    CALL(cuMemUnmap), CALL(cuPointerGetAttributes), CALL(cuGetErrorName),
 };
 
 CUresult cuGetProcAddress_v2(const char *name, void **function, int version, cuuint64_t flags,
@@ -384,7 +404,7 @@ CUresult cuGetProcAddress_v2(const char *name, void **function, int version, cuu
 void stand_in_reset(size_t bytes, size_t size) {
     pthread_mutex_lock(&lock);
     budget = bytes, granule = size, broken = 0;
-    memset(busy, 0, sizeof busy);
+    for (int i = 0; i < DEVICES; i++) finish(i);
     for (Call *call = calls; call->name; call++) call->calls = call->fail_at = call->delay_at = 0;
     pthread_mutex_unlock(&lock);
 }
@@ -422,8 +442,13 @@ int stand_in_count(void) {
 
 const char *stand_in_name(int number) { return calls[number].name; }
 
-/* A device, by the machine's number, works until somebody waits for it. */
-void stand_in_submit(int device) { busy[device] = 1; }
+/* A device, by the machine's number, works until somebody waits for it, on what is accessible now. */
+void stand_in_submit(int device) {
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < num_mappings; i++)
+        if (allocations[mappings[i].allocation].device == device) mappings[i].busy = mappings[i].accessible;
+    pthread_mutex_unlock(&lock);
+}
 
 /* The calling thread has the context of a device and no other, or none. */
 void stand_in_enter(int device) {

@@ -76,7 +76,7 @@ def all_calls() -> dict[str, int]:
 
 
 def submit(ordinal: int = 0) -> None:
-    """Let a device work until somebody waits for it."""
+    """Let a device work, on all that it can touch now, until somebody waits for it."""
     library().stand_in_submit(ordinal)
 
 

@@ -18,6 +18,7 @@ from .cuda_calls import CudaCalls
 from .dlpack import CUDA, tensor_over
 from .ledger import Ledger
 from .page_driver import OutOfMemoryError, PageDriver, PageDriverError, torch_errors
+from .ranges import evenly_spaced, joined
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +81,7 @@ class CudaPageDriver(PageDriver):
         self._granule = int(self._do("cuMemGetAllocationGranularity", 0, self._property, smallest))
         self._ledger = Ledger(self._granule)
         self._dl_device = (CUDA, ordinal)
+        self._stream: torch.cuda.Stream | None = None  # that zeroes; made when it is needed first
         weakref.finalize(self, _let_go, self._do, self._kept).atexit = False
 
     @property
@@ -181,7 +183,7 @@ class CudaPageDriver(PageDriver):
     def make_usable(self, handles: Iterable[int]) -> None:
         self._do.enter()
         places = {handle: (self._ledger.place(handle), self._sizes[handle]) for handle in handles}
-        for address, nbytes in _joined(places.values()):
+        for address, nbytes in joined(places.values()):
             self._do("cuMemSetAccess", nbytes, address, nbytes, [self._access], 1)
         with self._lock:
             new = [handle for handle in places if handle in self._unwritten]
@@ -243,25 +245,28 @@ class CudaPageDriver(PageDriver):
         """
         import torch
 
-        stream = torch.cuda.Stream(self.device)
+        stream = self._stream = self._stream or torch.cuda.Stream(self.device)
         try:
             with torch.cuda.stream(stream):
                 self._fill(places)
-        finally:
-            stream.synchronize()  # also where it failed half-way: the pages are unmapped next
+            stream.synchronize()
+        except BaseException:  # whatever it is, a part may be under way, and the pages are unmapped next
+            self.synchronize()
+            raise
 
     def _fill(self, places: Sequence[tuple[int, int]]) -> None:
         import torch
 
-        for group in _evenly_spaced(places):
+        for group in evenly_spaced(places):
             (first, nbytes), last = group[0], group[-1][0]
             words = self.tensor(first, last + nbytes - first).view(torch.int64)
             step = (group[1][0] - first) // 8 if len(group) > 1 else 0
             torch.as_strided(words, (len(group), nbytes // 8), (step, 1)).zero_()
 
     def _is_mapped(self, address: int) -> bool:
+        # The call for several attributes: that for one fails where an address belongs to nothing.
         attribute = self._do.api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MAPPED
-        return bool(self._do("cuPointerGetAttribute", 0, attribute, address))
+        return bool(self._do("cuPointerGetAttributes", 0, 1, [attribute], address)[0])
 
     def _count_kept(self) -> int:
         """`kept_bytes`, for callers that hold the lock."""
@@ -275,27 +280,3 @@ def _let_go(do: CudaCalls, kept: dict[int, list[Any]]) -> None:
         while handles:
             do.api.cuMemRelease(handles.pop())
     do.api.cuCtxPopCurrent()
-
-
-def _joined(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Places, as address and bytes, with neighbours made one."""
-    joined: list[tuple[int, int]] = []
-    for address, nbytes in sorted(places):
-        if joined and sum(joined[-1]) == address:
-            joined[-1] = (joined[-1][0], joined[-1][1] + nbytes)
-        else:
-            joined.append((address, nbytes))
-    return joined
-
-
-def _evenly_spaced(places: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Places in groups that one strided view covers: of one size, and equally far apart."""
-    groups: list[list[tuple[int, int]]] = []
-    for place in places:
-        group = groups[-1] if groups else []
-        fits = group and group[-1][1] == place[1]
-        if fits and (len(group) == 1 or place[0] - group[-1][0] == group[1][0] - group[0][0]):
-            group.append(place)
-        else:
-            groups.append([place])
-    return groups

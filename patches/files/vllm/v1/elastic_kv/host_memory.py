@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory this process can get on its host: cgroups(7), and the machine itself."""
+"""How much memory this process can get on its host: cgroups(7), and the machine itself.
+
+psutil is imported where it is needed, so that the drivers' contract runs on a GPU machine that has torch alone.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
-
-import psutil
 
 _ROOT = Path("/sys/fs/cgroup")
 # Limit, use, and the page cache within it that can be dropped: of the unified hierarchy, and of version 1.
@@ -16,12 +17,16 @@ _FILES = (
 
 def available_bytes(root: Path = _ROOT, process: Path = Path("/proc/self/cgroup")) -> int:
     """Memory that could be taken now, within the machine and every cgroup around this process."""
+    import psutil
+
     limits = [max(0, limit - used) for limit, used in _cgroups(root, process)]
     return min([psutil.virtual_memory().available, *limits])
 
 
 def total_bytes(root: Path = _ROOT, process: Path = Path("/proc/self/cgroup")) -> int:
     """Memory that this process could have if nothing else took any."""
+    import psutil
+
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _cgroups(root, process))])
 
 
