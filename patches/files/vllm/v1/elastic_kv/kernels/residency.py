@@ -25,18 +25,22 @@ def is_resident(ids, wanted, resident_ptr, num_blocks, BLOCKS_PER_ENTRY: tl.cons
 
 
 @triton.jit
-def first_fault(row_ptr, first, last, resident_ptr, num_blocks, BLOCKS_PER_ENTRY: tl.constexpr, SCAN: tl.constexpr):
-    """The first of the table entries from `first` up to `last` that must not be dereferenced, or `last`.
+def find_faults(
+    row_ptr, first, last, mine, resident_ptr, num_blocks, BLOCKS_PER_ENTRY: tl.constexpr, SCAN: tl.constexpr
+):
+    """The first of the table entries from `first` up to `last` that must not be dereferenced, or `last`; and how many
+    such entries there are from `mine` on.
 
     SCAN entries are looked up at a time, one by each thread.
     """
-    found = last
-    at = first
-    while at < found:
-        entries = at + tl.arange(0, SCAN)
+    lane = tl.arange(0, SCAN)
+    found = tl.full([SCAN], 0, tl.int32) + last
+    count = tl.zeros([SCAN], tl.int32)
+    for at in range(first, last, SCAN):
+        entries = at + lane
         wanted = entries < last
         ids = tl.load(row_ptr + entries, mask=wanted, other=0)
-        ok = is_resident(ids, wanted, resident_ptr, num_blocks, BLOCKS_PER_ENTRY)
-        found = tl.minimum(found, tl.min(tl.where(ok, last, entries), 0))
-        at += SCAN
-    return found
+        fault = wanted & ~is_resident(ids, wanted, resident_ptr, num_blocks, BLOCKS_PER_ENTRY)
+        found = tl.where(fault, tl.minimum(found, entries), found)
+        count += (fault & (entries >= mine)).to(tl.int32)
+    return tl.min(found, 0), tl.sum(count, 0)
