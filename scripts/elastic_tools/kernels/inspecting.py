@@ -19,7 +19,7 @@ _SASS = {
     "shared": r"LDS|STS|LDSM|LDT|STT",
     "spill": r"LDL|STL",
     "float": r"FADD|FMUL|FFMA|FMNMX|MUFU|FSETP|FSEL|F2F|HADD|HMUL|HFMA",
-    "control": r"BRA|BAR|SYNC|DEPBAR|WARP|BSSY|NOP",
+    "control": r"BRA|CALL|BAR|SYNC|DEPBAR|WARP|BSSY|NOP",
 }
 _AMD = {
     "matrix": r"v_mfma",
@@ -40,7 +40,7 @@ class Found:
     shared_bytes: int
     instructions: int
     loop: int  # instructions of the innermost loop with a matrix product
-    scan: int  # of the guard's loop, 0 where there is none
+    scan: int  # of the guard's loop for one look at table entries, however often it is unrolled; 0: there is no guard
     mix: dict[str, int] = field(default_factory=dict)  # of the innermost loop, by kind
     parked: int = 0  # on AMD, scalar registers that wait in lanes of vector registers; no memory is touched
 
@@ -159,13 +159,17 @@ def _found(registers: int, spills: int, shared: int, code: list[Instruction], ki
     matrix = [loop for loop in loops if _has(code, loop, kinds["matrix"])]
     innermost = [loop for loop in matrix if not any(other < loop for other in matrix)]
     tile = max(innermost, key=len, default=set())
-    # The search for a sequence is a loop too, before the guard's and smaller.
-    scans = [len(loop) for loop in loops if len(loop) > 16 and loop not in matrix and _has(code, loop, kinds["global"])]
+    # A look at table entries is two loads, of the entries and of the map; the search for a sequence has one load.
+    looks = {
+        len(loop) / (loads / 2)
+        for loop in loops
+        if loop not in matrix and (loads := sum(_has(code, {place}, kinds["global"]) for place in loop)) >= 2
+    }
     mix = Counter(
         next((kind for kind, pattern in kinds.items() if re.search(pattern, code[place].text)), "integer")
         for place in tile
     )
-    return Found(registers, spills, shared, len(code), len(tile), max(scans, default=0), dict(mix))
+    return Found(registers, spills, shared, len(code), len(tile), round(max(looks, default=0)), dict(mix))
 
 
 def _has(code: list[Instruction], loop: set[int], pattern: str) -> bool:

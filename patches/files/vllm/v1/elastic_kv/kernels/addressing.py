@@ -15,7 +15,7 @@ INT4 = tl.constexpr(int(Format.INT4))
 def offset_of(block, head, slot, strides):
     """Where the row of a head at a position lies, int64, in units of the strides of blocks, heads and positions.
 
-    Strides have 32 bits where they fit, so that the indices have to be wide.
+    A stride has 32 bits where it fits, so that what it is multiplied by has to be wide.
     """
     block_at = block.to(tl.int64) * strides[0]
     return block_at + head.to(tl.int64) * strides[1] + slot.to(tl.int64) * strides[2]

@@ -90,7 +90,10 @@ def tiles_for(head_size: int, group: int, itemsize: int, quantised: bool, decode
         return Tiles(least, 64 if padded <= 128 else 32, 8 if padded == 128 and 80 <= capability < 90 else 4, 2)
     wide = padded > 128
     rows = max(least, 32 if wide and quantised else 64)
-    stages = 1 if capability >= 120 and padded != 128 and not quantised else 2
+    if capability == 0 and wide and quantised:
+        stages = 1
+    else:
+        stages = 1 if capability >= 120 and padded != 128 and not quantised else 2
     return Tiles(rows, 32, 8 if wide or (quantised and padded == 128) else 4, stages)
 
 
