@@ -73,8 +73,8 @@ SASS = """
 
 
 def test_loops_of_a_program_for_nvidia():
-    """The loop with the product waits for a barrier behind the end of the program, and is left by what is called a call.
-    The scan is a loop ahead of it. What follows the end is never reached.
+    """The loop with the product waits for a barrier behind the end of the program, and is left by a call. The scan
+    is a loop ahead of it. What follows the end is never reached.
     """
     code = _sass(SASS)
     assert [(one.target, one.goes_on) for one in code[:6]] == [(None, True)] * 4 + [(2, True), (None, True)]

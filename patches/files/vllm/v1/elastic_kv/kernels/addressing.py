@@ -12,10 +12,12 @@ INT4 = tl.constexpr(int(Format.INT4))
 
 
 @triton.jit
-def offset_of(block, head, slot, strides):
-    """Where the row of a head at a position lies, int64, in units of the strides of blocks, heads and positions.
+def offset_of(block, head, slot, strides, UNIT: tl.constexpr):
+    """Where the row of a head at a position lies, int64. The strides are those of blocks, heads and positions, in units.
 
-    A stride has 32 bits where it fits, so that what it is multiplied by has to be wide.
+    A stride has 32 bits where it fits, so that all is made wide before it is multiplied; and strides are multiplied by
+    the unit ahead of any loop, as sums would be in it.
     """
-    block_at = block.to(tl.int64) * strides[0]
-    return block_at + head.to(tl.int64) * strides[1] + slot.to(tl.int64) * strides[2]
+    block_at = block.to(tl.int64) * (tl.cast(strides[0], tl.int64) * UNIT)
+    slot_at = slot.to(tl.int64) * (tl.cast(strides[2], tl.int64) * UNIT)
+    return block_at + slot_at + head.to(tl.int64) * (tl.cast(strides[1], tl.int64) * UNIT)

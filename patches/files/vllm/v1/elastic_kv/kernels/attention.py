@@ -178,29 +178,31 @@ def attend(
         else:
             mine = tl.where(first_query == 0, first, tl.cdiv(context + first_query, BLOCK_SIZE))
         fault, faults = find_faults(row_ptr, first, last, mine, resident_ptr, num_blocks, BLOCKS_PER_ENTRY, SCAN)
-        run_high = tl.minimum(run_high, fault * BLOCK_SIZE)
+        # Not below `run_low`: a window may begin inside of a block. Then there is one tile, and nothing of it is live.
+        run_high = tl.maximum(tl.minimum(run_high, fault * BLOCK_SIZE), run_low)
     # [BLOCK_M] what each row sees of the run: `seen` positions from `seen_from` on
     seen_from = tl.full([BLOCK_M], 0, tl.int32) + run_low
     if WINDOW > 0:
         seen_from = tl.maximum(seen_from, q_pos - (WINDOW - 1))
     seen = tl.maximum(tl.minimum(run_high, q_pos + 1) - seen_from, 0).to(tl.uint32)
-    # Nothing is left of a run that begins inside of a tile and has no positions.
-    for tile in range(run_low // TILE, tl.where(run_low < run_high, tl.cdiv(run_high, TILE), 0)):
+    for tile in range(run_low // TILE, tl.cdiv(run_high, TILE)):
         pos = tile * TILE + tl.arange(0, TILE)
         # One comparison for both ends of the run.
         live = (pos - run_low).to(tl.uint32) < (run_high - run_low).to(tl.uint32)
+        # Neither is negative here, and a compiler that knows it needs fewer instructions to divide and to widen.
+        place = pos.to(tl.uint32)
         if BLOCK_SIZE % TILE == 0:
-            ids = tl.load(row_ptr + tile * TILE // BLOCK_SIZE)
+            ids = tl.load(row_ptr + tile * TILE // BLOCK_SIZE).to(tl.uint32)
         else:
-            ids = tl.load(row_ptr + pos // BLOCK_SIZE, mask=live, other=0)
-        slot = pos % BLOCK_SIZE
-        at = (offset_of(ids, kv_head, slot, strides) * UNIT)[:, None] + dim[None, :]
+            ids = tl.load(row_ptr + place // BLOCK_SIZE, mask=live, other=0).to(tl.uint32)
+        slot = place % BLOCK_SIZE
+        at = offset_of(ids, kv_head, slot, strides, UNIT)[:, None] + dim[None, :]
         # What is not live may be unwritten or unmapped: it is not read, and counts as zero.
         tile_ok = live[:, None] & dim_ok[None, :]
         k = tl.load(k_ptr + at, mask=tile_ok, other=0.0)  # [TILE, WIDTH]
         v = tl.load(k_ptr + at + v_offset * UNIT, mask=tile_ok, other=0.0)
         if FORMAT >= TOKEN_HEAD:
-            scale_at = offset_of(ids, kv_head, slot, scale_strides)
+            scale_at = offset_of(ids, kv_head, slot, scale_strides, 1)
             k_scales = tl.load(k_scale_ptr + scale_at, mask=live, other=0)  # [TILE]
             v_scales = tl.load(v_scale_ptr + scale_at, mask=live, other=0)
 

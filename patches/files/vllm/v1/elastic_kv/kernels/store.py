@@ -117,11 +117,11 @@ def store_kernel(
     slot = tl.load(slots_ptr + token).to(tl.int64)
     block = slot // BLOCK_SIZE
     if is_resident(block, slot >= 0, resident_ptr, num_blocks, BLOCKS_PER_ENTRY):
-        at = offset_of(block, head, slot % BLOCK_SIZE, strides)
+        at = offset_of(block, head, slot % BLOCK_SIZE, strides, 1)
         k_scale_at = k_scale_ptr
         v_scale_at = v_scale_ptr
         if FORMAT >= TOKEN_HEAD:
-            scale_at = offset_of(block, head, slot % BLOCK_SIZE, scale_strides)
+            scale_at = offset_of(block, head, slot % BLOCK_SIZE, scale_strides, 1)
             k_scale_at += scale_at
             v_scale_at += scale_at
         key_at = key_ptr + token * key_stride_token + head * key_stride_head
