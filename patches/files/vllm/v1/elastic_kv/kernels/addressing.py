@@ -13,10 +13,10 @@ INT4 = tl.constexpr(int(Format.INT4))
 
 @triton.jit
 def offset_of(block, head, slot, strides, UNIT: tl.constexpr):
-    """Where the row of a head at a position lies, int64. The strides are those of blocks, heads and positions, in units.
+    """Where the row of a head at a position lies, int64. Strides are those of blocks, heads and positions, in UNITs.
 
-    A stride has 32 bits where it fits, so that all is made wide before it is multiplied; and strides are multiplied by
-    the unit ahead of any loop, as sums would be in it.
+    A stride has 32 bits where it fits, so that all is made wide before it is multiplied. Strides are multiplied by the
+    unit, and not their sum: that would stay in a loop.
     """
     block_at = block.to(tl.int64) * (tl.cast(strides[0], tl.int64) * UNIT)
     slot_at = slot.to(tl.int64) * (tl.cast(strides[2], tl.int64) * UNIT)
