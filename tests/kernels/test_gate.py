@@ -12,8 +12,9 @@ from elastic_tools.kernels.cases import Case
 from elastic_tools.kernels.inspecting import _SASS, Found, Instruction, _found, _gcn, _sass, loops_of
 from elastic_tools.pins import ROOT
 
-FOUND = Found(registers=128, spills=0, shared_bytes=38912, instructions=900, loop=400, scan=48)
-ROW = table.Row("sm_80", Case(decode=True), FOUND, replace(FOUND, scan=0), None, tile=64)
+FOUND = Found(registers=128, spills=0, shared_bytes=38912, instructions=900, loop=400, scan=0)
+GUARD = Found(registers=32, spills=0, shared_bytes=16, instructions=260, loop=0, scan=48)
+ROW = table.Row("sm_80", Case(decode=True), FOUND, GUARD, FOUND, None, tile=64)
 
 
 def row(**figures):
@@ -40,6 +41,10 @@ def test_the_guard_costs_its_part_of_a_scan():
 )
 def test_bars(figures, faults):
     assert row(**figures).faults == faults
+
+
+def test_the_guard_must_not_spill_either():
+    assert replace(ROW, guard=replace(GUARD, spills=3)).faults == ["3 spills"]
 
 
 def test_the_table_names_what_does_not_pass(monkeypatch):
@@ -106,18 +111,19 @@ def test_loops_of_a_program_for_amd():
 
 
 def test_the_loop_is_that_of_the_innermost_matrix_product():
-    """Of nested loops, the inner one. A scan that was unrolled counts for one look at the table."""
-    code = [Instruction("IADD"), *[Instruction("LDG")] * 8, *[Instruction("IADD")] * 3, Instruction("BRA", 1)]
-    code += [
-        Instruction("HMMA"),
-        Instruction("FADD"),
-        Instruction("BRA", 13),
-        Instruction("BRA", 0),
-        Instruction("EXIT"),
-    ]
+    """Of nested loops, the inner one."""
+    code = [Instruction("IADD"), Instruction("HMMA"), Instruction("FADD"), Instruction("BRA", 1)]
+    code += [Instruction("BRA", 0), Instruction("EXIT")]
     found = _found(100, 0, 1024, code, _SASS)
-    assert (found.loop, found.scan) == (3, 3)
+    assert (found.loop, found.scan) == (3, 0)
     assert found.mix == {"matrix": 1, "float": 1, "control": 1}
+
+
+@pytest.mark.parametrize("byte", ["LDG.E.U8.CONSTANT R1", "@P1 LDG.E.U8 R28, desc[UR14][R16.64]", "global_load_ubyte v1"])
+def test_a_scan_that_was_unrolled_counts_for_one_entry(byte):
+    code = [Instruction("IADD"), *[Instruction("LDG.E R1"), Instruction(byte)] * 4, *[Instruction("IADD")] * 3]
+    found = _found(100, 0, 1024, [*code, Instruction("BRA", 1), Instruction("EXIT")], _SASS)
+    assert (found.loop, found.scan) == (0, 3)
 
 
 def test_compiles_and_judges(tmp_path):
@@ -131,7 +137,8 @@ def test_compiles_and_judges(tmp_path):
     (compiled,) = json.loads((tmp_path / "kernels.json").read_text())
     assert 16 <= compiled["ours"]["registers"] <= 255
     assert compiled["ours"]["mix"]["matrix"] > 0
-    assert compiled["ours"]["scan"] > 0 == compiled["unguarded"]["scan"]
+    assert compiled["guard"]["scan"] > 0
+    assert compiled["ours"] == compiled["unguarded"], "the attention kernel is the same with the guard and without"
     assert compiled["upstream"]["loop"] > 0
     assert "The gate passes" in (tmp_path / "kernels.md").read_text()
 

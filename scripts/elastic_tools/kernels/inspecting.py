@@ -21,6 +21,7 @@ _SASS = {
     "float": r"FADD|FMUL|FFMA|FMNMX|MUFU|FSETP|FSEL|F2F|HADD|HMUL|HFMA",
     "control": r"BRA|CALL|BAR|SYNC|DEPBAR|WARP|BSSY|NOP",
 }
+_BYTE = re.compile(r"LDG\S*\.U8|global_load_u(byte|8)|buffer_load_u(byte|8)")
 _AMD = {
     "matrix": r"v_mfma",
     "global": r"global_|buffer_|flat_",
@@ -39,8 +40,8 @@ class Found:
     spills: int  # instructions that touch local memory; on AMD, vector registers that wait in scratch memory
     shared_bytes: int
     instructions: int
-    loop: int  # instructions of the innermost loop with a matrix product
-    scan: int  # of the guard's loop for one look at table entries, however often it is unrolled; 0: there is no guard
+    loop: int  # instructions of the innermost loop with a matrix product; 0: there is none
+    scan: int  # of the loop over table entries, for one entry of each thread, however often it is unrolled; 0: none
     mix: dict[str, int] = field(default_factory=dict)  # of the innermost loop, by kind
     parked: int = 0  # on AMD, scalar registers that wait in lanes of vector registers; no memory is touched
 
@@ -159,12 +160,12 @@ def _found(registers: int, spills: int, shared: int, code: list[Instruction], ki
     matrix = [loop for loop in loops if _has(code, loop, kinds["matrix"])]
     innermost = [loop for loop in matrix if not any(other < loop for other in matrix)]
     tile = max(innermost, key=len, default=set())
-    # A look at table entries is two loads, of the entries and of the map; the search for a sequence has one load.
-    looks = {
-        len(loop) / (loads / 2)
+    # The map has a byte for each entry, and no other loop without a product loads single bytes.
+    looks = [
+        len(loop) / loads
         for loop in loops
-        if loop not in matrix and (loads := sum(_has(code, {place}, kinds["global"]) for place in loop)) >= 2
-    }
+        if loop not in matrix and (loads := sum(bool(_BYTE.search(code[place].text)) for place in loop))
+    ]
     mix = Counter(
         next((kind for kind, pattern in kinds.items() if re.search(pattern, code[place].text)), "integer")
         for place in tile

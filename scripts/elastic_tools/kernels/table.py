@@ -12,7 +12,7 @@ from elastic_tools.kernels.compiling import SHARED, compiling_for
 from elastic_tools.kernels.inspecting import Found, inspect
 
 KERNELS = {"ours": "attend", "unguarded": "attend", "upstream": "kernel_unified_attention"}
-SCAN = 128
+SCAN = 128  # entries that the guard's kernel looks up with one of each thread
 GUARD_BAR = 0.03
 
 
@@ -23,14 +23,17 @@ class Row:
     target: str
     case: Case
     ours: Found
+    guard: Found
     unguarded: Found
     upstream: Found | None
     tile: int
 
     @property
     def guard_cost(self) -> float:
-        """Instructions that the guard adds to those of a KV tile, as a part of them."""
-        scan = self.ours.scan * self.tile / (SCAN * self.case.block_size)
+        """Instructions that the guard adds to those of a KV tile, as a part of them. Its own kernel runs once for a
+        sequence, and counts here as if the sequence had one KV head and one block of queries.
+        """
+        scan = self.guard.scan * self.tile / (SCAN * self.case.block_size)
         return (self.ours.loop + scan) / self.unguarded.loop - 1
 
     @property
@@ -39,8 +42,8 @@ class Row:
         found = []
         if self.ours.shared_bytes > SHARED[self.target]:
             found.append(f"{self.ours.shared_bytes} bytes of shared memory")
-        if self.ours.spills:
-            found.append(f"{self.ours.spills} spills")
+        if spills := self.ours.spills + self.guard.spills:
+            found.append(f"{spills} spills")
         if self.guard_cost > GUARD_BAR:
             found.append(f"the guard costs {self.guard_cost:.1%}")
         return found
@@ -57,10 +60,13 @@ def compile_case(target: str, case: Case) -> Row:
             launch(case)
             positions = tiles_of(case).positions
         found[name] = inspect(compiled[KERNELS[name]])
-    ours, unguarded = found["ours"], found["unguarded"]
+        if "check_tables" in compiled:
+            found["guard"] = inspect(compiled["check_tables"])
+    ours, guard, unguarded = found["ours"], found["guard"], found["unguarded"]
     assert ours is not None
+    assert guard is not None
     assert unguarded is not None
-    return Row(target, case, ours, unguarded, found["upstream"], positions)
+    return Row(target, case, ours, guard, unguarded, found["upstream"], positions)
 
 
 def markdown(rows: Iterable[Row], command: str) -> str:
@@ -78,9 +84,11 @@ def markdown(rows: Iterable[Row], command: str) -> str:
         f"median and at most {worst.guard_cost:+.1%} ({worst.target}, {worst.case}).",
         "",
         *([*bad, ""] if bad else []),
-        "`loop`: instructions of the innermost loop, for one KV tile of `tile` positions. `scan`: of the guard's loop, "
-        f"for {SCAN} table entries. `guard`: the guard's instructions per KV tile against the same kernel "
-        "without it. `mix`: matrix/global/shared/float/integer/control instructions of the loop.",
+        "`loop`: instructions of the innermost loop, for one KV tile of `tile` positions. `scan`: of the loop of the "
+        f"guard's kernel, for {SCAN} table entries, one for each thread. `guard`: the instructions per KV tile with the "
+        "guard, its kernel among them, against the same kernel without it. The guard's kernel runs once for a sequence "
+        "and counts as if the sequence had one KV head and one block of queries. It is a launch of its own, which "
+        "this table does not weigh. `mix`: matrix/global/shared/float/integer/control instructions of the loop.",
         "",
         "A spill touches memory. Scalar registers that AMD's compiler keeps in lanes of vector registers touch none "
         f"and are not counted: up to {parked} of them.",
@@ -105,7 +113,7 @@ def markdown(rows: Iterable[Row], command: str) -> str:
             o.shared_bytes,
             row.tile,
             o.loop,
-            o.scan,
+            row.guard.scan,
             f"{row.guard_cost:+.1%}",
             mix,
             *theirs,

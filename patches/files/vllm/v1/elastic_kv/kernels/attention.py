@@ -8,8 +8,7 @@ Scores are kept in base 2, since exp2 is the one exponential that GPUs have.
 import triton
 import triton.language as tl
 
-from .addressing import INT4, TENSOR, TOKEN_HEAD, offset_of
-from .residency import find_faults
+from .addressing import INT4, TENSOR, TOKEN_HEAD, offset_of, positions_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -65,14 +64,12 @@ def attend(
     table_ptr,  # int32 [seqs, …]
     seq_lens_ptr,  # int32 [seqs]
     query_start_ptr,  # int32 [seqs + 1]
-    resident_ptr,  # uint8 [pool blocks], or None
-    faults_ptr,  # int32 [seqs], or None: count nothing
+    limits_ptr,  # int32 [seqs, SPLITS]: up to which position a split may read
     sinks_ptr,  # [q_heads], or None
     slopes_ptr,  # float32 [q_heads], or None
     scale,
     soft_cap,
     num_seqs,
-    num_blocks,
     table_stride: tl.int64,
     q_stride_token: tl.int64,
     q_stride_head: tl.int64,
@@ -85,7 +82,6 @@ def attend(
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,  # the next power of 2
     BLOCK_SIZE: tl.constexpr,
-    BLOCKS_PER_ENTRY: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
     BLOCK_M: tl.constexpr,  # rows: query tokens times query heads
     TILE: tl.constexpr,  # positions at a time
@@ -93,13 +89,11 @@ def attend(
     SOFT_CAP: tl.constexpr,
     DECODE: tl.constexpr,  # each sequence has one query, or none
     SPLITS: tl.constexpr,
-    GUARD: tl.constexpr,  # False only to measure what the guard costs
-    SCAN: tl.constexpr,
 ):
     """Grid: (blocks of queries, kv_heads, SPLITS).
 
-    Table entries are read for the positions that the rows may see, and no others. The program checks them
-    all before it uses one, and ends ahead of the first that must not be dereferenced. So the loop has no guard in it.
+    Table entries are read for the positions that the rows may see, and no others. `check_tables` has looked them up,
+    and the limits are ahead of what must not be dereferenced. So no guard is in here.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     query_block = tl.program_id(0)
@@ -126,16 +120,14 @@ def attend(
     token = (start + query).to(tl.int64)
     q_pos = context + query
 
-    # Positions that some row sees: from low up to high. This split has the tiles from `tile` up to `end`.
+    # Positions that some row sees, those of this split
     high = tl.maximum(tl.minimum(seq_len, context + first_query + BLOCK_Q), 0)
     low = 0
     if WINDOW > 0:
         low = tl.maximum(context + first_query - (WINDOW - 1), 0)
-    tile_low = low // TILE
-    tile_high = tl.cdiv(high, TILE)
-    per_split = tl.cdiv(tl.maximum(tile_high - tile_low, 0), SPLITS)
-    begin = tl.minimum(tile_low + split * per_split, tile_high)
-    end = tl.minimum(begin + per_split, tile_high)
+    run_low, run_high = positions_of(low, high, split, TILE, SPLITS)
+    # Not below `run_low`: a window may begin inside of a block. Then there is one tile, and nothing of it is live.
+    run_high = tl.maximum(tl.minimum(run_high, tl.load(limits_ptr + seq * SPLITS + split)), run_low)
     row_ptr = table_ptr + seq.to(tl.int64) * table_stride
 
     # [BLOCK_M, WIDTH]: a head, or in INT4 one half of it and then the other
@@ -166,20 +158,6 @@ def attend(
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + head, mask=row_ok, other=0.0) * LOG2E
 
-    run_low = tl.maximum(low, begin * TILE)
-    run_high = tl.minimum(high, end * TILE)
-    faults = 0
-    if GUARD:
-        first = run_low // BLOCK_SIZE
-        last = tl.where(run_low < run_high, tl.cdiv(run_high, BLOCK_SIZE), first)
-        # An entry counts where no split and no block of queries before this one has it.
-        if SPLITS > 1:
-            mine = tl.where(split == 0, first, tl.cdiv(begin * TILE, BLOCK_SIZE))
-        else:
-            mine = tl.where(first_query == 0, first, tl.cdiv(context + first_query, BLOCK_SIZE))
-        fault, faults = find_faults(row_ptr, first, last, mine, resident_ptr, num_blocks, BLOCKS_PER_ENTRY, SCAN)
-        # Not below `run_low`: a window may begin inside of a block. Then there is one tile, and nothing of it is live.
-        run_high = tl.maximum(tl.minimum(run_high, fault * BLOCK_SIZE), run_low)
     # [BLOCK_M] what each row sees of the run: `seen` positions from `seen_from` on
     seen_from = tl.full([BLOCK_M], 0, tl.int32) + run_low
     if WINDOW > 0:
@@ -246,9 +224,6 @@ def attend(
                 p *= v_scales[None, :]
             acc += _dot(p.to(q.dtype), v.to(q.dtype))
 
-    if GUARD and faults_ptr is not None:
-        if (faults > 0) & (kv_head == 0):
-            tl.atomic_add(faults_ptr + seq, faults)
     if FORMAT == INT4:
         acc += acc_all[:, None]
         acc_high += acc_all[:, None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches the attention kernel: tile sizes, splits and scratch memory."""
+"""Launches the attention kernel and its guard: tile sizes, splits and scratch memory."""
 
 from dataclasses import dataclass
 from functools import cache as remember
@@ -9,8 +9,9 @@ import triton
 
 from .attention import attend, reduce_splits
 from .formats import CacheViews, Format
+from .residency import check_tables
 
-SCAN = 128  # table entries that the guard looks up at a time
+SCAN = 512  # table entries that the guard looks up at a time
 MAX_SPLITS = 32
 
 
@@ -149,7 +150,6 @@ def paged_attention(
         return
     group = q_heads // kv_heads
     decode = max_query_len <= 1
-    resident = None if guard is None else guard.resident
     splits = splits if decode else 1
     quantised = cache.format is not Format.NATIVE
     tiles = tiles or tiles_for(head_size, group, q.element_size(), quantised, decode, capability_of(q.device))
@@ -158,6 +158,26 @@ def paged_attention(
     if splits > 1:
         assert scratch is not None
         target, stats = scratch.parts, scratch.stats
+    if guard is None:
+        limits = torch.full((seqs, splits), 2**31 - 1, dtype=torch.int32, device=q.device)
+    else:
+        limits = torch.empty(seqs, splits, dtype=torch.int32, device=q.device)
+        check_tables[(seqs, splits)](
+            limits,
+            guard.faults,
+            table,
+            seq_lens,
+            query_start,
+            guard.resident,
+            num_blocks,
+            table.stride(0),
+            BLOCK_SIZE=block_size,
+            BLOCKS_PER_ENTRY=1 if guard.resident is None else num_blocks // guard.resident.shape[0],
+            TILE=tiles.positions,
+            WINDOW=features.window,
+            SPLITS=splits,
+            SCAN=SCAN,
+        )
     k_scales, v_scales = cache.scales(tensor_scales)
     unit = cache.unit
     query_blocks = seqs if decode else tokens // (tiles.rows // group) + seqs
@@ -172,14 +192,12 @@ def paged_attention(
         table,
         seq_lens,
         query_start,
-        resident,
-        None if guard is None else guard.faults,
+        limits,
         features.sinks,
         features.slopes,
         scale,
         features.soft_cap,
         seqs,
-        num_blocks,
         table.stride(0),
         q.stride(0),
         q.stride(1),
@@ -192,7 +210,6 @@ def paged_attention(
         HEAD_SIZE=head_size,
         PADDED=padded,
         BLOCK_SIZE=block_size,
-        BLOCKS_PER_ENTRY=1 if resident is None else num_blocks // resident.shape[0],
         GROUP=group,
         BLOCK_M=tiles.rows,
         TILE=tiles.positions,
@@ -200,8 +217,6 @@ def paged_attention(
         SOFT_CAP=features.soft_cap > 0,
         DECODE=decode,
         SPLITS=splits,
-        GUARD=guard is not None,
-        SCAN=SCAN,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
