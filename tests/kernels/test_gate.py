@@ -119,7 +119,9 @@ def test_the_loop_is_that_of_the_innermost_matrix_product():
     assert found.mix == {"matrix": 1, "float": 1, "control": 1}
 
 
-@pytest.mark.parametrize("byte", ["LDG.E.U8.CONSTANT R1", "@P1 LDG.E.U8 R28, desc[UR14][R16.64]", "global_load_ubyte v1"])
+@pytest.mark.parametrize(
+    "byte", ["LDG.E.U8.CONSTANT R1", "@P1 LDG.E.U8 R28, desc[UR14][R16.64]", "global_load_ubyte v1"]
+)
 def test_a_scan_that_was_unrolled_counts_for_one_entry(byte):
     code = [Instruction("IADD"), *[Instruction("LDG.E R1"), Instruction(byte)] * 4, *[Instruction("IADD")] * 3]
     found = _found(100, 0, 1024, [*code, Instruction("BRA", 1), Instruction("EXIT")], _SASS)

@@ -54,6 +54,24 @@ def live(batch, faulty, part=10**6):
     return found
 
 
+@pytest.mark.parametrize(
+    ("new", "splits", "block_size"),
+    [(1, 1, 16), (1, 4, 16), (9, 1, 16), (1, 1, 64)],
+    ids=["decode", "splits", "prefill", "large blocks"],
+)
+def test_the_table_is_not_read_beyond_the_length(new, splits, block_size):
+    """The last entry in use is also the last of a page, and the next page must not be touched."""
+    batch = Batch(Cache(heads=1, head_size=16, block_size=block_size), [40], [new])
+    entries = -(-40 // block_size)
+    holes = Holes(2 * PAGE)
+    holes.open(0, PAGE)
+    table = torch.as_strided(holes.tensor.view(torch.int32), (1, batch.table.shape[1]), (1, 1), PAGE // 4 - entries)
+    table[:, :entries] = batch.table[:, :entries]
+    batch.table = table
+    batch.check(splits)
+    batch.check(splits, Features(window=7))
+
+
 @pytest.mark.parametrize("kind", ["unmapped", "negative", "beyond the capacity"])
 @pytest.mark.parametrize(
     ("new", "splits"), [([1, 1], 1), ([1, 1], 4), ([5, 37], 1)], ids=["decode", "splits", "prefill"]

@@ -85,10 +85,10 @@ def markdown(rows: Iterable[Row], command: str) -> str:
         "",
         *([*bad, ""] if bad else []),
         "`loop`: instructions of the innermost loop, for one KV tile of `tile` positions. `scan`: of the loop of the "
-        f"guard's kernel, for {SCAN} table entries, one for each thread. `guard`: the instructions per KV tile with the "
-        "guard, its kernel among them, against the same kernel without it. The guard's kernel runs once for a sequence "
-        "and counts as if the sequence had one KV head and one block of queries. It is a launch of its own, which "
-        "this table does not weigh. `mix`: matrix/global/shared/float/integer/control instructions of the loop.",
+        f"guard's kernel, for {SCAN} table entries, one for each thread. `guard`: the instructions per KV tile with "
+        "the guard against those of the same kernel without it. The guard's kernel runs once for a sequence, and "
+        "counts as if that had one KV head and one block of queries. It is a launch of its own, which is not weighed. "
+        "`mix`: matrix/global/shared/float/integer/control instructions of the loop.",
         "",
         "A spill touches memory. Scalar registers that AMD's compiler keeps in lanes of vector registers touch none "
         f"and are not counted: up to {parked} of them.",
