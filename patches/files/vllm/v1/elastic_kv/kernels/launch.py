@@ -84,18 +84,22 @@ def tiles_for(head_size: int, group: int, itemsize: int, quantised: bool, decode
 
     """
     padded = triton.next_power_of_2(head_size)
+    wide = padded > 128
     least = max(16, triton.next_power_of_2(group))
     if itemsize == 4:
         return Tiles(least, 32, 4, 1)
+    datacenter_blackwell = 100 <= capability < 120
     if decode:
-        return Tiles(least, 64 if padded <= 128 else 32, 8 if padded == 128 and 80 <= capability < 90 else 4, 2)
-    wide = padded > 128
+        warps = 8 if padded == 128 and 80 <= capability < 90 else 4
+        stages = 3 if wide and quantised and datacenter_blackwell else 2
+        return Tiles(least, 32 if wide else 64, warps, stages)
     rows = max(least, 32 if wide and quantised else 64)
+    warps = 8 if wide or (padded == 128 and (quantised or datacenter_blackwell)) else 4
     if capability == 0 and wide and quantised:
         stages = 1
     else:
         stages = 1 if capability >= 120 and padded != 128 and not quantised else 2
-    return Tiles(rows, 32, 8 if wide or (quantised and padded == 128) else 4, stages)
+    return Tiles(rows, 32, warps, stages)
 
 
 def splits_for(programs: int, multiprocessors: int) -> int:
