@@ -9,6 +9,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 from vllm.config.elastic_kv import ElasticKVConfig, parse_size
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -192,7 +193,7 @@ def engine_config(**changes):
             enable_sleep_mode=False, enable_cumem_allocator=False, is_multimodal_model=False, runner_type="generate"
         ),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
-        attention_config=SimpleNamespace(hisparse_config=None),
+        attention_config=SimpleNamespace(hisparse_config=None, backend=None, backend_per_kind={}),
         kv_transfer_config=None,
     )
     for path, value in changes.items():
@@ -227,6 +228,22 @@ def test_what_excludes_an_elastic_cache_is_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=f"elastic KV cache does not work with .*{message}") as failure:
         ElasticKVConfig().verify_and_update(engine_config(**changes))
     assert one_sentence(str(failure.value))
+
+
+@pytest.mark.parametrize(
+    "backends",
+    [
+        {"attention_config__backend": AttentionBackendEnum.ELASTIC_TRITON},
+        {"attention_config__backend_per_kind": {"full_attention": AttentionBackendEnum.ELASTIC_TRITON}},
+    ],
+)
+def test_pooling_models_are_refused_on_the_backend_that_could_not_report_their_faults(backends):
+    pooling = {"model_config__runner_type": "pooling"}
+    with pytest.raises(ValueError, match="does not work with a pooling model on ELASTIC_TRITON") as failure:
+        ElasticKVConfig().verify_and_update(engine_config(**pooling, **backends))
+    assert one_sentence(str(failure.value))
+    for taken in (pooling, backends, pooling | {"attention_config__backend": AttentionBackendEnum.CPU_ATTN}):
+        ElasticKVConfig().verify_and_update(engine_config(**taken))
 
 
 @pytest.mark.parametrize(("driver", "device"), [("cuda", "cpu"), ("host", "cuda"), ("auto", "xpu")])

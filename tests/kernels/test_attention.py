@@ -96,14 +96,6 @@ def test_sequence_without_a_query():
     Batch(Cache(), [21, 0, 9], [5, 0, 2]).check()
 
 
-def test_table_is_not_read_beyond_the_length():
-    """The row ends where the memory does that can be touched."""
-    batch = Batch(Cache(block_size=16), [32, 32], [1, 1], columns=2)
-    batch.check(splits=2)
-    batch.table = batch.table[:, :2].contiguous()
-    batch.check(splits=2)
-
-
 # Shrinking an example takes minutes in the interpreter.
 @settings(
     max_examples=12,

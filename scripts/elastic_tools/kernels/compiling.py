@@ -89,7 +89,7 @@ def compiling_for(target: str) -> Iterator[dict[str, Any]]:
 
 def _kernels() -> Iterator[Any]:
     from vllm.v1.attention.ops import triton_unified_attention as upstream
-    from vllm.v1.elastic_kv.kernels import attention, move, store
+    from vllm.v1.elastic_kv.kernels import attention, move, residency, store
 
-    for module in (attention, store, move, upstream):
+    for module in (attention, residency, store, move, upstream):
         yield from (thing for thing in vars(module).values() if isinstance(thing, JITFunction))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import field_validator
 from vllm.config.utils import config
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.elastic_kv.page_driver import check_driver
 from vllm.v1.elastic_kv.reserve import LENDING
 
@@ -159,7 +160,8 @@ class ElasticKVConfig:
             ValueError: A setting of `vllm_config` excludes an elastic cache.
 
         """
-        cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+        cache, parallel, model = vllm_config.cache_config, vllm_config.parallel_config, vllm_config.model_config
+        attention = vllm_config.attention_config
         # Refuse a device without a page driver now, not after the weights are loaded.
         check_driver(self.driver, vllm_config.device_config.device_type)
         refused = {
@@ -168,10 +170,10 @@ class ElasticKVConfig:
             ),
             "--kv-offloading-size, which adds a KV connector": cache.kv_offloading_size is not None,
             "sleep mode (--enable-sleep-mode), which takes the cache away by its own allocator": (
-                vllm_config.model_config is not None and vllm_config.model_config.enable_sleep_mode
+                model is not None and model.enable_sleep_mode
             ),
             "--enable-cumem-allocator, whose pool is meant to hold the cache": (
-                vllm_config.model_config is not None and vllm_config.model_config.enable_cumem_allocator
+                model is not None and model.enable_cumem_allocator
             ),
             "--num-gpu-blocks-override, which fixes the number of blocks; use start and capacity": (
                 cache.num_gpu_blocks_override is not None
@@ -188,7 +190,12 @@ class ElasticKVConfig:
                 parallel.distributed_executor_backend == "external_launcher"
             ),
             "elastic expert parallelism (--enable-elastic-ep)": parallel.enable_elastic_ep,
-            "HiSparse, which keeps a second pool of blocks": (vllm_config.attention_config.hisparse_config is not None),
+            "HiSparse, which keeps a second pool of blocks": attention.hisparse_config is not None,
+            "a pooling model on ELASTIC_TRITON, whose faults only a step that samples tokens reports": (
+                model is not None
+                and model.runner_type == "pooling"
+                and AttentionBackendEnum.ELASTIC_TRITON in (attention.backend, *attention.backend_per_kind.values())
+            ),
         }
         for reason, present in refused.items():
             if present:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from vllm.v1.elastic_kv.runs import runs_of
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
@@ -52,12 +53,8 @@ def residency_of(cache: torch.Tensor) -> Residency | None:
 class FaultReport(AsyncModelRunnerOutput):
     """The output of a step, to which the counters are added once they have arrived on the host."""
 
-    def __init__(self, output: ModelRunnerOutput | AsyncModelRunnerOutput, faults: torch.Tensor) -> None:
-        """Take the counters as they are behind the kernels that were launched so far, and reset them."""
+    def __init__(self, output: ModelRunnerOutput | AsyncModelRunnerOutput, taken: torch.Tensor) -> None:
         self._output = output
-        # On the stream of the kernels, so that the next step counts from zero.
-        taken = faults.clone()
-        faults.zero_()
         self._event: torch.cuda.Event | None = None
         if taken.is_cuda:
             self._faults = torch.empty(taken.shape, dtype=taken.dtype, pin_memory=True)
@@ -79,10 +76,21 @@ class FaultReport(AsyncModelRunnerOutput):
 
 
 def report_faults(
-    residency: Residency | None, output: ModelRunnerOutput | AsyncModelRunnerOutput | None
+    residency: Residency | None,
+    output: ModelRunnerOutput | AsyncModelRunnerOutput | None,
+    ranks: dist.ProcessGroup,
 ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-    """Add to a step's output which of its requests had soft page faults, and how many."""
-    if residency is None or residency.faults is None or output is None:
+    """Add to a step's output which of its requests had soft page faults, and how many on the rank that had most: only
+    one rank's output is read. To be called on all of `ranks`, after each step.
+    """
+    if residency is None or residency.faults is None:
         return output
-    report = FaultReport(output, residency.faults)
+    # On the stream of the kernels: behind those that were launched so far, and so that the next step counts from zero.
+    taken = residency.faults.clone()
+    residency.faults.zero_()
+    if ranks.size() > 1:
+        dist.all_reduce(taken, dist.ReduceOp.MAX, group=ranks)
+    if output is None:
+        return None
+    report = FaultReport(output, taken)
     return report if isinstance(output, AsyncModelRunnerOutput) else report.get_output()

@@ -3,6 +3,7 @@
 
 from typing import TYPE_CHECKING
 
+from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -26,6 +27,9 @@ def prefer_elastic(
         capability = current_platform.get_device_capability()
         assert capability is not None
         reasons = _ELASTIC.get_class().validate_configuration(device_capability=capability, **config._asdict())
+        model = get_current_vllm_config().model_config
+        if model is not None and model.runner_type == "pooling":
+            reasons.append("pooling models report no faults")
         if not reasons:
             return _ELASTIC
     if asked_for is not _ELASTIC:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from vllm import envs
+from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.elastic_kv.arena import KVArena
 from vllm.v1.elastic_kv.call_costs import CallCosts, costs_of
@@ -153,8 +154,9 @@ def detach(worker: Any, chunks: Sequence[int]) -> RankReport:
 
 
 def with_faults(worker: Any, output: Any) -> Any:
-    """The output of a step, with the requests of it that named blocks without memory."""
-    return report_faults(worker.model_runner.kv_cache_config.elastic_kv.residency, output)
+    """The output of a step, with the requests of it that named blocks without memory, on whichever rank."""
+    residency = worker.model_runner.kv_cache_config.elastic_kv.residency
+    return report_faults(residency, output, get_tp_group().device_group)
 
 
 def begin_attach(worker: Any, chunks: Sequence[int]) -> float:

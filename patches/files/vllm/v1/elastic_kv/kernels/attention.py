@@ -8,12 +8,9 @@ Scores are kept in base 2, since exp2 is the one exponential that GPUs have.
 import triton
 import triton.language as tl
 
-from .residency import first_fault
+from .addressing import INT4, TENSOR, TOKEN_HEAD, offset_of, positions_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
-TENSOR = tl.constexpr(1)
-TOKEN_HEAD = tl.constexpr(2)
-INT4 = tl.constexpr(3)
 
 
 @triton.jit
@@ -67,31 +64,24 @@ def attend(
     table_ptr,  # int32 [seqs, …]
     seq_lens_ptr,  # int32 [seqs]
     query_start_ptr,  # int32 [seqs + 1]
-    resident_ptr,  # uint8 [pool blocks], or None
-    faults_ptr,  # int32 [seqs], or None: count nothing
+    limits_ptr,  # int32 [seqs, SPLITS]: up to which position a split may read
     sinks_ptr,  # [q_heads], or None
     slopes_ptr,  # float32 [q_heads], or None
     scale,
     soft_cap,
     num_seqs,
-    num_blocks,
     table_stride: tl.int64,
     q_stride_token: tl.int64,
     q_stride_head: tl.int64,
     out_stride_token: tl.int64,
     out_stride_head: tl.int64,
-    stride_block: tl.int64,
-    stride_head: tl.int64,
-    stride_slot: tl.int64,
-    scale_stride_block: tl.int64,
-    scale_stride_head: tl.int64,
-    scale_stride_slot: tl.int64,
+    strides,  # of blocks, heads and positions
+    scale_strides,
     FORMAT: tl.constexpr,
     UNIT: tl.constexpr,  # what the compiler cannot know otherwise, and needs in order to load more than a byte
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,  # the next power of 2
     BLOCK_SIZE: tl.constexpr,
-    BLOCKS_PER_ENTRY: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
     BLOCK_M: tl.constexpr,  # rows: query tokens times query heads
     TILE: tl.constexpr,  # positions at a time
@@ -99,14 +89,11 @@ def attend(
     SOFT_CAP: tl.constexpr,
     DECODE: tl.constexpr,  # each sequence has one query, or none
     SPLITS: tl.constexpr,
-    GUARD: tl.constexpr,  # False only to measure what the guard costs
-    SCAN: tl.constexpr,
 ):
     """Grid: (blocks of queries, kv_heads, SPLITS).
 
-    Table entries are read for the positions that the rows may see, and no others. The program checks them
-    all before it uses one, and goes over the runs of those that are resident: one run, where nothing is wrong.
-    So the inner loop has no guard in it.
+    Table entries are read for the positions that the rows may see, and no others. `check_tables` has looked them up,
+    and the limits are ahead of what must not be dereferenced. So no guard is in here.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     query_block = tl.program_id(0)
@@ -133,16 +120,14 @@ def attend(
     token = (start + query).to(tl.int64)
     q_pos = context + query
 
-    # Positions that some row sees: from low up to high. This split has the tiles from `tile` up to `end`.
+    # Positions that some row sees, those of this split
     high = tl.maximum(tl.minimum(seq_len, context + first_query + BLOCK_Q), 0)
     low = 0
     if WINDOW > 0:
         low = tl.maximum(context + first_query - (WINDOW - 1), 0)
-    tile_low = low // TILE
-    tile_high = tl.cdiv(high, TILE)
-    per_split = tl.cdiv(tl.maximum(tile_high - tile_low, 0), SPLITS)
-    begin = tl.minimum(tile_low + split * per_split, tile_high)
-    end = tl.minimum(begin + per_split, tile_high)
+    run_low, run_high = positions_of(low, high, split, TILE, SPLITS)
+    # Not below `run_low`: a window may begin inside of a block. Then there is one tile, and nothing of it is live.
+    run_high = tl.maximum(tl.minimum(run_high, tl.load(limits_ptr + seq * SPLITS + split)), run_low)
     row_ptr = table_ptr + seq.to(tl.int64) * table_stride
 
     # [BLOCK_M, WIDTH]: a head, or in INT4 one half of it and then the other
@@ -173,90 +158,72 @@ def attend(
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + head, mask=row_ok, other=0.0) * LOG2E
 
-    head_at = kv_head * stride_head * UNIT
-    stride_slot *= UNIT
-    stride_block *= UNIT
-    scale_head_at = kv_head * scale_stride_head
-    first = tl.maximum(low, begin * TILE) // BLOCK_SIZE
-    last = tl.where(begin < end, tl.cdiv(tl.minimum(high, end * TILE), BLOCK_SIZE), first)
-    # An entry counts where no split and no block of queries before this one has it.
-    if SPLITS > 1:
-        mine = tl.where(split == 0, first, tl.cdiv(begin * TILE, BLOCK_SIZE))
-    else:
-        mine = tl.where(first_query == 0, first, tl.cdiv(context + first_query, BLOCK_SIZE))
-    faults = 0
-    while first < last:
-        fault = last
-        if GUARD:
-            fault = first_fault(row_ptr, first, last, resident_ptr, num_blocks, BLOCKS_PER_ENTRY, SCAN)
-            faults += ((fault < last) & (fault >= mine)).to(tl.int32)
-        run_low = tl.maximum(tl.maximum(low, begin * TILE), first * BLOCK_SIZE)
-        # Not below `run_low`: the first block begins before the window does.
-        run_high = tl.maximum(tl.minimum(tl.minimum(high, end * TILE), fault * BLOCK_SIZE), run_low)
-        first = fault + 1
-        for tile in range(run_low // TILE, tl.cdiv(run_high, TILE)):
-            pos = tile * TILE + tl.arange(0, TILE)
-            # One comparison for both ends of the run.
-            live = (pos - run_low).to(tl.uint32) < (run_high - run_low).to(tl.uint32)
-            if BLOCK_SIZE % TILE == 0:
-                ids = tl.load(row_ptr + tile * TILE // BLOCK_SIZE).to(tl.int64)
-            else:
-                ids = tl.load(row_ptr + pos // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-            slot = pos % BLOCK_SIZE
-            at = (ids * stride_block + slot * stride_slot + head_at)[:, None] + dim[None, :]
-            # What is not live may be unwritten or unmapped: it is not read, and counts as zero.
-            tile_ok = live[:, None] & dim_ok[None, :]
-            k = tl.load(k_ptr + at, mask=tile_ok, other=0.0)  # [TILE, WIDTH]
-            v = tl.load(k_ptr + at + v_offset * UNIT, mask=tile_ok, other=0.0)
-            if FORMAT >= TOKEN_HEAD:
-                scale_at = ids * scale_stride_block + slot * scale_stride_slot + scale_head_at
-                k_scales = tl.load(k_scale_ptr + scale_at, mask=live, other=0)  # [TILE]
-                v_scales = tl.load(v_scale_ptr + scale_at, mask=live, other=0)
+    # [BLOCK_M] what each row sees of the run: `seen` positions from `seen_from` on
+    seen_from = tl.full([BLOCK_M], 0, tl.int32) + run_low
+    if WINDOW > 0:
+        seen_from = tl.maximum(seen_from, q_pos - (WINDOW - 1))
+    seen = tl.maximum(tl.minimum(run_high, q_pos + 1) - seen_from, 0).to(tl.uint32)
+    for tile in range(run_low // TILE, tl.cdiv(run_high, TILE)):
+        pos = tile * TILE + tl.arange(0, TILE)
+        # One comparison for both ends of the run.
+        live = (pos - run_low).to(tl.uint32) < (run_high - run_low).to(tl.uint32)
+        # Neither is negative here, and a compiler that knows it needs fewer instructions to divide and to widen.
+        place = pos.to(tl.uint32)
+        if BLOCK_SIZE % TILE == 0:
+            ids = tl.load(row_ptr + tile * TILE // BLOCK_SIZE).to(tl.uint32)
+        else:
+            ids = tl.load(row_ptr + place // BLOCK_SIZE, mask=live, other=0).to(tl.uint32)
+        slot = place % BLOCK_SIZE
+        at = offset_of(ids, kv_head, slot, strides, UNIT)[:, None] + dim[None, :]
+        # What is not live may be unwritten or unmapped: it is not read, and counts as zero.
+        tile_ok = live[:, None] & dim_ok[None, :]
+        k = tl.load(k_ptr + at, mask=tile_ok, other=0.0)  # [TILE, WIDTH]
+        v = tl.load(k_ptr + at + v_offset * UNIT, mask=tile_ok, other=0.0)
+        if FORMAT >= TOKEN_HEAD:
+            scale_at = offset_of(ids, kv_head, slot, scale_strides, 1)
+            k_scales = tl.load(k_scale_ptr + scale_at, mask=live, other=0)  # [TILE]
+            v_scales = tl.load(v_scale_ptr + scale_at, mask=live, other=0)
 
-            # s: [BLOCK_M, TILE]
-            if FORMAT == INT4:
-                step, minimum = _unpack(k_scales)
-                s = _dot(q, tl.trans((k & 15).to(q.dtype))) + _dot(q_high, tl.trans((k >> 4).to(q.dtype)))
-                s = s * (step * scale)[None, :] + q_sum[:, None] * (minimum * scale)[None, :]
+        # s: [BLOCK_M, TILE]
+        if FORMAT == INT4:
+            step, minimum = _unpack(k_scales)
+            s = _dot(q, tl.trans((k & 15).to(q.dtype))) + _dot(q_high, tl.trans((k >> 4).to(q.dtype)))
+            s = s * (step * scale)[None, :] + q_sum[:, None] * (minimum * scale)[None, :]
+        else:
+            s = _dot(q, tl.trans(k.to(q.dtype)))
+            if FORMAT == TOKEN_HEAD:
+                s *= (k_scales * scale)[None, :]
             else:
-                s = _dot(q, tl.trans(k.to(q.dtype)))
-                if FORMAT == TOKEN_HEAD:
-                    s *= (k_scales * scale)[None, :]
-                else:
-                    s *= scale
-            if SOFT_CAP:
-                s = _tanh(s / soft_cap) * (soft_cap * LOG2E)
-            if slopes_ptr is not None:
-                s += slope[:, None] * (pos[None, :] - q_pos[:, None]).to(tl.float32)
+                s *= scale
+        if SOFT_CAP:
+            s = _tanh(s / soft_cap) * (soft_cap * LOG2E)
+        if slopes_ptr is not None:
+            s += slope[:, None] * (pos[None, :] - q_pos[:, None]).to(tl.float32)
+        if DECODE:  # the run is what the one query sees
             visible = live[None, :]
-            if not DECODE:  # the run has what the one query sees
-                visible = visible & (pos[None, :] <= q_pos[:, None])
-                if WINDOW > 0:
-                    visible = visible & (q_pos[:, None] - pos[None, :] < WINDOW)
-            s = tl.where(visible, s, float("-inf"))
+        else:
+            visible = (pos[None, :] - seen_from[:, None]).to(tl.uint32) < seen[:, None]
+        s = tl.where(visible, s, float("-inf"))
 
-            m_new = tl.maximum(m, tl.max(s, 1))
-            # A row that has seen nothing yet: -inf - 0 and not -inf - -inf.
-            base = tl.where(m_new == float("-inf"), 0.0, m_new)
-            p = tl.exp2(s - base[:, None])
-            alpha = tl.exp2(m - base)
-            m = m_new
-            total = total * alpha + tl.sum(p, 1)
-            acc = acc * alpha[:, None]
-            if FORMAT == INT4:
-                step, minimum = _unpack(v_scales)
-                acc_all = acc_all * alpha + tl.sum(p * minimum[None, :], 1)
-                p = (p * step[None, :]).to(q.dtype)
-                acc += _dot(p, (v & 15).to(q.dtype))
-                acc_high = acc_high * alpha[:, None] + _dot(p, (v >> 4).to(q.dtype))
-            else:
-                if FORMAT == TOKEN_HEAD:
-                    p *= v_scales[None, :]
-                acc += _dot(p.to(q.dtype), v.to(q.dtype))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        # A row that has seen nothing yet: -inf - 0 and not -inf - -inf.
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - base[:, None])
+        alpha = tl.exp2(m - base)
+        m = m_new
+        total = total * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        if FORMAT == INT4:
+            step, minimum = _unpack(v_scales)
+            acc_all = acc_all * alpha + tl.sum(p * minimum[None, :], 1)
+            p = (p * step[None, :]).to(q.dtype)
+            acc += _dot(p, (v & 15).to(q.dtype))
+            acc_high = acc_high * alpha[:, None] + _dot(p, (v >> 4).to(q.dtype))
+        else:
+            if FORMAT == TOKEN_HEAD:
+                p *= v_scales[None, :]
+            acc += _dot(p.to(q.dtype), v.to(q.dtype))
 
-    if GUARD and faults_ptr is not None:
-        if (faults > 0) & (kv_head == 0):
-            tl.atomic_add(faults_ptr + seq, faults)
     if FORMAT == INT4:
         acc += acc_all[:, None]
         acc_high += acc_all[:, None]

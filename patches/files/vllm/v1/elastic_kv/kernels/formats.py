@@ -54,13 +54,8 @@ class CacheViews:
 
     @property
     def unit(self) -> int:
-        """Elements, up to 16, that all rows begin at a multiple of: as wide as a load of them may be.
-
-        1 where strides do not fit into 32 bits: Triton's interpreter gives every smaller number 32 bits, whatever
-        the kernel declares, and would overflow in the multiplication.
-        """
-        strides = self.keys.stride()[:3]
-        return math.gcd(16, self.value_offset, *strides) if max(strides) < 2**31 else 1
+        """Elements, up to 16, that all rows begin at a multiple of: as wide as a load of them may be."""
+        return math.gcd(16, self.value_offset, *self.keys.stride()[:3])
 
     @property
     def scale_strides(self) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches the attention kernel: tile sizes, splits and scratch memory."""
+"""Launches the attention kernel and its guard: tile sizes, splits and scratch memory."""
 
 from dataclasses import dataclass
 from functools import cache as remember
@@ -9,8 +9,9 @@ import triton
 
 from .attention import attend, reduce_splits
 from .formats import CacheViews, Format
+from .residency import check_tables
 
-SCAN = 128  # table entries that the guard looks up at a time
+SCAN = 512  # table entries that the guard looks up at a time
 MAX_SPLITS = 32
 
 
@@ -83,15 +84,22 @@ def tiles_for(head_size: int, group: int, itemsize: int, quantised: bool, decode
 
     """
     padded = triton.next_power_of_2(head_size)
+    wide = padded > 128
     least = max(16, triton.next_power_of_2(group))
     if itemsize == 4:
         return Tiles(least, 32, 4, 1)
+    datacenter_blackwell = 100 <= capability < 120
     if decode:
-        return Tiles(least, 64 if padded <= 128 else 32, 8 if padded == 128 and 80 <= capability < 90 else 4, 2)
-    wide = padded > 128
+        warps = 8 if padded == 128 and 80 <= capability < 90 else 4
+        stages = 3 if wide and quantised and datacenter_blackwell else 2
+        return Tiles(least, 32 if wide else 64, warps, stages)
     rows = max(least, 32 if wide and quantised else 64)
-    stages = 1 if capability >= 120 and padded != 128 and not quantised else 2
-    return Tiles(rows, 32, 8 if wide or (quantised and padded == 128) else 4, stages)
+    warps = 8 if wide or (padded == 128 and (quantised or datacenter_blackwell)) else 4
+    if capability == 0 and wide and quantised:
+        stages = 1
+    else:
+        stages = 1 if capability >= 120 and padded != 128 and not quantised else 2
+    return Tiles(rows, 32, warps, stages)
 
 
 def splits_for(programs: int, multiprocessors: int) -> int:
@@ -146,7 +154,6 @@ def paged_attention(
         return
     group = q_heads // kv_heads
     decode = max_query_len <= 1
-    resident = None if guard is None else guard.resident
     splits = splits if decode else 1
     quantised = cache.format is not Format.NATIVE
     tiles = tiles or tiles_for(head_size, group, q.element_size(), quantised, decode, capability_of(q.device))
@@ -155,6 +162,26 @@ def paged_attention(
     if splits > 1:
         assert scratch is not None
         target, stats = scratch.parts, scratch.stats
+    if guard is None:
+        limits = torch.full((seqs, splits), 2**31 - 1, dtype=torch.int32, device=q.device)
+    else:
+        limits = torch.empty(seqs, splits, dtype=torch.int32, device=q.device)
+        check_tables[(seqs, splits)](
+            limits,
+            guard.faults,
+            table,
+            seq_lens,
+            query_start,
+            guard.resident,
+            num_blocks,
+            table.stride(0),
+            BLOCK_SIZE=block_size,
+            BLOCKS_PER_ENTRY=1 if guard.resident is None else num_blocks // guard.resident.shape[0],
+            TILE=tiles.positions,
+            WINDOW=features.window,
+            SPLITS=splits,
+            SCAN=SCAN,
+        )
     k_scales, v_scales = cache.scales(tensor_scales)
     unit = cache.unit
     query_blocks = seqs if decode else tokens // (tiles.rows // group) + seqs
@@ -169,27 +196,24 @@ def paged_attention(
         table,
         seq_lens,
         query_start,
-        resident,
-        None if guard is None else guard.faults,
+        limits,
         features.sinks,
         features.slopes,
         scale,
         features.soft_cap,
         seqs,
-        num_blocks,
         table.stride(0),
         q.stride(0),
         q.stride(1),
         out.stride(0),
         out.stride(1),
-        *(stride // unit for stride in cache.keys.stride()[:3]),
-        *cache.scale_strides,
+        tuple(stride // unit for stride in cache.keys.stride()[:3]),
+        cache.scale_strides,
         FORMAT=int(cache.format),
         UNIT=unit,
         HEAD_SIZE=head_size,
         PADDED=padded,
         BLOCK_SIZE=block_size,
-        BLOCKS_PER_ENTRY=1 if resident is None else num_blocks // resident.shape[0],
         GROUP=group,
         BLOCK_M=tiles.rows,
         TILE=tiles.positions,
@@ -197,8 +221,6 @@ def paged_attention(
         SOFT_CAP=features.soft_cap > 0,
         DECODE=decode,
         SPLITS=splits,
-        GUARD=guard is not None,
-        SCAN=SCAN,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )

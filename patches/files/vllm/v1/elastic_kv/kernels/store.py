@@ -5,12 +5,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .addressing import INT4, TENSOR, TOKEN_HEAD, offset_of
 from .formats import CacheViews
 from .residency import is_resident
 
-TENSOR = tl.constexpr(1)
-TOKEN_HEAD = tl.constexpr(2)
-INT4 = tl.constexpr(3)
 # Largest value, bits of the mantissa, smallest value above zero.
 _ELEMENTS = {
     torch.int8: (127.0, 32, 1.0),
@@ -102,12 +100,8 @@ def store_kernel(
     key_stride_head: tl.int64,
     value_stride_token: tl.int64,
     value_stride_head: tl.int64,
-    stride_block: tl.int64,
-    stride_head: tl.int64,
-    stride_slot: tl.int64,
-    scale_stride_block: tl.int64,
-    scale_stride_head: tl.int64,
-    scale_stride_slot: tl.int64,
+    strides,  # of blocks, heads and positions
+    scale_strides,
     FORMAT: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
@@ -123,11 +117,11 @@ def store_kernel(
     slot = tl.load(slots_ptr + token).to(tl.int64)
     block = slot // BLOCK_SIZE
     if is_resident(block, slot >= 0, resident_ptr, num_blocks, BLOCKS_PER_ENTRY):
-        at = block * stride_block + head * stride_head + (slot % BLOCK_SIZE) * stride_slot
+        at = offset_of(block, head, slot % BLOCK_SIZE, strides, 1)
         k_scale_at = k_scale_ptr
         v_scale_at = v_scale_ptr
         if FORMAT >= TOKEN_HEAD:
-            scale_at = block * scale_stride_block + head * scale_stride_head + (slot % BLOCK_SIZE) * scale_stride_slot
+            scale_at = offset_of(block, head, slot % BLOCK_SIZE, scale_strides, 1)
             k_scale_at += scale_at
             v_scale_at += scale_at
         key_at = key_ptr + token * key_stride_token + head * key_stride_head
@@ -178,8 +172,8 @@ def store(
         keys.stride(1),
         values.stride(0),
         values.stride(1),
-        *cache.keys.stride()[:3],
-        *cache.scale_strides,
+        cache.keys.stride()[:3],
+        cache.scale_strides,
         FORMAT=int(cache.format),
         HEAD_SIZE=cache.head_size,
         PADDED=triton.next_power_of_2(cache.head_size),
