@@ -12,10 +12,11 @@ from support.cuda_stand_in import cuda_stand_in as device
 from vllm.distributed.kv_events import BlockRemoved
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.elastic_kv import accounts
+from vllm.v1.elastic_kv import ranks as ranks_module
 from vllm.v1.elastic_kv import resizer as resizer_module
 from vllm.v1.elastic_kv.controller import ElasticKVController
 from vllm.v1.elastic_kv.host_driver import HostPageDriver
-from vllm.v1.elastic_kv.resizer import RanksDisagreeError
+from vllm.v1.elastic_kv.ranks import RanksDisagreeError
 from vllm.v1.elastic_kv.undo import ArenaBrokenError
 
 from .engine import Engine
@@ -35,8 +36,8 @@ def engine():
 @pytest.fixture
 def small_slices(monkeypatch):
     """One chunk at a time, so that a resize can fail after it has begun."""
-    monkeypatch.setattr(resizer_module, "SLICE_MS", 1e-9)
-    monkeypatch.setattr(resizer_module, "FIRST_SLICE_BYTES", 1)
+    monkeypatch.setattr(ranks_module, "SLICE_MS", 1e-9)
+    monkeypatch.setattr(ranks_module, "FIRST_SLICE_BYTES", 1)
     monkeypatch.setattr(resizer_module, "PREPARE_BYTES", 1)
 
 

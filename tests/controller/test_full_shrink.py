@@ -6,10 +6,10 @@ import pytest
 from pool.pools import reads, write
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.elastic_kv import moves as moves_module
-from vllm.v1.elastic_kv import resizer as resizer_module
+from vllm.v1.elastic_kv import ranks as ranks_module
 from vllm.v1.elastic_kv import worker_side
 from vllm.v1.elastic_kv.page_driver import PageDriverError
-from vllm.v1.elastic_kv.resizer import RanksDisagreeError
+from vllm.v1.elastic_kv.ranks import RanksDisagreeError
 
 from .engine import Engine
 from .test_controller import brief, transactions
@@ -84,7 +84,7 @@ def test_moves_wait_for_the_steps_in_flight_and_hold_up_new_ones(engine):
 
 
 def test_some_at_a_time(engine, monkeypatch):
-    monkeypatch.setattr(resizer_module, "SLICE_MS", 1e-9)
+    monkeypatch.setattr(ranks_module, "SLICE_MS", 1e-9)
     marks = [5, 7, 9, 11, 13]
     blocks = occupy(engine, *marks)
     assert brief(engine.resize(blocks=6), moved=3) == ("done", 16, 6, 0)  # chunks 1 and 7 are free
@@ -136,7 +136,7 @@ def test_ranks_whose_tables_differ_end_the_engine(engine, monkeypatch):
 
 
 def test_a_request_that_is_aborted_between_two_moves(engine, monkeypatch):
-    monkeypatch.setattr(resizer_module, "SLICE_MS", 1e-9)
+    monkeypatch.setattr(ranks_module, "SLICE_MS", 1e-9)
     blocks = occupy(engine, 5, 7, 9, 11, 13)
     answer = engine.controller.resize({"blocks": 6})
     while engine.model_executor.calls.count("move") < 2:
@@ -150,7 +150,7 @@ def test_a_request_that_is_aborted_between_two_moves(engine, monkeypatch):
 
 
 def test_time_that_is_up_between_two_moves(engine, monkeypatch):
-    monkeypatch.setattr(resizer_module, "SLICE_MS", 1e-9)
+    monkeypatch.setattr(ranks_module, "SLICE_MS", 1e-9)
     marks = [5, 7, 9, 11, 13]
     blocks = occupy(engine, *marks)
     answer = engine.controller.resize({"blocks": 6, "timeout_s": 60.0})

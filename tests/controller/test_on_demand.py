@@ -113,10 +113,10 @@ class TestTheOnlyRequest:
 
 def test_how_much_is_grown_at_once_is_learnt_from_such_growth_alone(engine):
     """An attach of pages that were made before takes a hundredth of the time."""
-    at_once = engine.controller._resizer.in_a_slice(worker_side.attach)
+    at_once = engine.controller._resizer.ranks.in_a_slice(worker_side.attach)
     for blocks in (24, 2, 24, 2):
         engine.resize(blocks=blocks)
-    assert engine.controller._resizer.in_a_slice(worker_side.attach) == at_once
+    assert engine.controller._resizer.ranks.in_a_slice(worker_side.attach) == at_once
 
 
 def test_an_idle_engine_is_woken_to_try_again(engine, monkeypatch):

@@ -18,8 +18,9 @@ from vllm.v1.elastic_kv.accounts import Accounts
 from vllm.v1.elastic_kv.allowance import Allowance
 from vllm.v1.elastic_kv.block_pool import ElasticBlockPool
 from vllm.v1.elastic_kv.lending import Lender
+from vllm.v1.elastic_kv.ranks import call
 from vllm.v1.elastic_kv.resize import ResizeRequest, ResizeResult, explain
-from vllm.v1.elastic_kv.resizer import Resizer, call
+from vllm.v1.elastic_kv.resizer import Resizer
 from vllm.v1.elastic_kv.stats import ElasticKVStats
 from vllm.v1.elastic_kv.transaction import Fence, Job, Timer, Transaction, Waitable
 from vllm.v1.engine import EngineCoreRequestType
@@ -209,7 +210,7 @@ class ElasticKVController:
             return
         running = self._engine.scheduler.running  # type: ignore[attr-defined]
         chunks = self.allowance.growth(
-            request, num_blocks, running, lambda: self._resizer.in_a_slice(worker_side.attach)
+            request, num_blocks, running, lambda: self._resizer.ranks.in_a_slice(worker_side.attach)
         )
         if not chunks:
             return

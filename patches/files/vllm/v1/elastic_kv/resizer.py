@@ -12,42 +12,25 @@ Between the slices of a transaction the engine steps.
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from vllm import envs
 from vllm.utils.math_utils import cdiv
 from vllm.v1.elastic_kv import preemption, worker_side
 from vllm.v1.elastic_kv.block_pool import ElasticBlockPool, ShrinkPlan
+from vllm.v1.elastic_kv.ranks import Ranks, call, reason_of
 from vllm.v1.elastic_kv.resize import Outcome
-from vllm.v1.elastic_kv.transaction import Fence, Job, Pause, Timer, Transaction, Waitable
+from vllm.v1.elastic_kv.transaction import Fence, Job, Pause, Transaction, Waitable
 from vllm.v1.elastic_kv.worker_side import ProbeReport, RankReport, RankState
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor import Executor
     from vllm.v1.request import Request
 
-T = TypeVar("T")
-WorkerCall = Callable[[Any, Sequence[Any]], RankReport]
-
-# Each slice shall hold the engine up for about this long; how many bytes that is, the slices
-# before it tell.
-SLICE_MS = 50.0
-FIRST_SLICE_BYTES = 64 << 20
 # Pages that are made at a time while the cache grows.
 PREPARE_BYTES = 256 << 20
-# Between looks at work that goes on in the background: at first, and at most.
-LOOK_SECONDS = (0.002, 0.05)
 # How long a shrink waits for its memory to be given back, in the background, before it answers.
 SETTLE_SECONDS = 10.0
-
-
-class RanksDisagreeError(RuntimeError):
-    """Ranks have different chunks attached, or different contents in them, and could
-    not be brought together again.
-    """
 
 
 class Resizer:
@@ -71,11 +54,7 @@ class Resizer:
         self._block_bytes = block_bytes
         self._chunk_bytes = block_bytes * pool.layout.chunk_blocks
         self._publish = publish
-        # How much fits into a millisecond: chunks for an attach that makes its pages, blocks for move.
-        self._pace: dict[WorkerCall, float] = {
-            worker_side.attach: FIRST_SLICE_BYTES / self._chunk_bytes / SLICE_MS,
-            worker_side.move: FIRST_SLICE_BYTES / block_bytes / SLICE_MS,
-        }
+        self.ranks = Ranks(engine.model_executor, {worker_side.attach: self._chunk_bytes, worker_side.move: block_bytes})
 
     def foresee(self, job: Job, change: int) -> Transaction:
         """Tell what a change by so many chunks would come to, and do nothing."""
@@ -106,7 +85,7 @@ class Resizer:
         for first in range(0, len(chunks), size):
             part = chunks[first : first + size]
             error = yield from self._prepare(job, part)
-            error = error or (yield from self._aside(job, worker_side.begin_attach, worker_side.detach, part))
+            error = error or (yield from self.ranks.aside(job, worker_side.begin_attach, worker_side.detach, part))
             if error:
                 yield call(self._executor, worker_side.discard)
                 return job.end("partial" if first else "refused", error)
@@ -117,7 +96,7 @@ class Resizer:
 
     def grow_now(self, job: Job, chunks: Sequence[int]) -> None:
         """Attach `chunks` and publish their blocks at once, for a step that is being scheduled."""
-        error = self._slice(job, worker_side.attach, worker_side.detach, chunks)
+        error = self.ranks.at_once(job, worker_side.attach, worker_side.detach, chunks)
         job.end("refused" if error else "done", error)
         if not error:
             self._pool.grow(chunks)
@@ -158,7 +137,7 @@ class Resizer:
     def settle(self, job: Job) -> Generator[Waitable, Any, list[RankState]]:
         """Wait for the ranks to have given memory back, and see what they hold."""
         end = time.monotonic() + SETTLE_SECONDS
-        yield from self._look(worker_side.busy, _all_idle, lambda: time.monotonic() > end)
+        yield from self.ranks.look(worker_side.busy, _all_idle, lambda: time.monotonic() > end)
         return (yield call(self._executor, worker_side.measure))
 
     def _victims(self, job: Job, plan: ShrinkPlan) -> "tuple[list[Request], int]":
@@ -181,10 +160,10 @@ class Resizer:
         """
         # From here on their pages go, even if the caller's time is up: nothing uses them any more.
         yield Fence(self._engine)
-        error = yield from self._aside(job, worker_side.begin_detach, worker_side.take_back, chunks)
+        error = yield from self.ranks.aside(job, worker_side.begin_detach, worker_side.take_back, chunks)
         if error and (whole := (yield from self._whole(chunks))):
             job.rank_failed, chunks = False, whole
-            error = yield from self._aside(job, worker_side.begin_detach, worker_side.take_back, chunks)
+            error = yield from self.ranks.aside(job, worker_side.begin_detach, worker_side.take_back, chunks)
         if error:
             return 0, error
         reports: list[RankReport] = yield call(self._executor, worker_side.let_go)
@@ -199,29 +178,14 @@ class Resizer:
         whole = set(chunks).intersection(*by_rank)
         return sorted(whole) if len(whole) < len(chunks) else []
 
-    def _aside(
-        self, job: Job, begin: Callable[[Any, Sequence[int]], float], undo: WorkerCall, chunks: Sequence[int]
-    ) -> Generator[Waitable, Any, str | None]:
-        """Attach or detach on every rank, or on none, while the engine goes on. Returns why it was none."""
-        job.result.pause_ms += max((yield call(self._executor, begin, chunks)))
-        longest = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
-        end = time.monotonic() + longest
-        reports = yield from self._look(worker_side.ended, all, lambda: time.monotonic() > end)
-        ended = [report for report in reports if report is not None]
-        if len(ended) < len(reports):
-            raise TimeoutError(
-                f"{begin.__name__} of {len(chunks)} chunks has not ended on every rank after {longest} s"
-            )
-        return (yield from self._agree(job, ended, undo, chunks))
-
     def _move(self, job: Job) -> Generator[Waitable, Any, str | None]:
         """Move a slice of live blocks out of leaving chunks. Returns why it could not be done."""
         yield from self._drain(job)
-        moves = self._pool.next_moves(self.in_a_slice(worker_side.move))
+        moves = self._pool.next_moves(self.ranks.in_a_slice(worker_side.move))
         error = None
         if moves:  # the requests may have ended meanwhile
             # At once: an abort that is processed meanwhile would free blocks that are being moved.
-            error = self._slice(job, worker_side.move, worker_side.unmove, moves)
+            error = self.ranks.at_once(job, worker_side.move, worker_side.unmove, moves)
         if not error:
             with Pause(job):
                 self._pool.move(moves)
@@ -237,10 +201,10 @@ class Resizer:
             return job.given_up
         reports: list[RankReport] = yield call(self._executor, worker_side.prepare, chunks)
         job.result.pause_ms += max(report["elapsed_ms"] for report in reports)
-        if reason := _reason(reports):
+        if reason := reason_of(reports):
             job.rank_failed = True
             return reason
-        yield from self._look(worker_side.busy, _all_idle, lambda: job.given_up is not None)
+        yield from self.ranks.look(worker_side.busy, _all_idle, lambda: job.given_up is not None)
         return job.given_up
 
     def _available_bytes(self) -> Generator[Waitable, Any, int]:
@@ -248,79 +212,8 @@ class Resizer:
         probes: list[ProbeReport] = yield call(self._executor, worker_side.probe, self._pool.layout.driver)
         return min(probe["available_bytes"] for probe in probes) // self._pool.layout.ranks_sharing
 
-    def _look(
-        self, function: Callable[[Any], T], ended: Callable[[list[T]], bool], give_up: Callable[[], bool]
-    ) -> Generator[Waitable, Any, list[T]]:
-        """Look at what the ranks do in the background until it has `ended`. Returns what was seen last."""
-        wait = LOOK_SECONDS[0]
-        while True:
-            seen: list[T] = yield call(self._executor, function)
-            if ended(seen) or give_up():
-                return seen
-            yield Timer(wait)
-            wait = min(2 * wait, LOOK_SECONDS[1])
-
-    def in_a_slice(self, do: WorkerCall) -> int:
-        """How many chunks, or blocks for `move`, a slice has."""
-        return max(1, int(self._pace[do] * SLICE_MS))
-
-    def _on_all_ranks(
-        self, job: Job, do: WorkerCall, undo: WorkerCall, what: Sequence[Any]
-    ) -> Generator[Waitable, Any, str | None]:
-        """Do something on every rank, or on none. Returns why it was none."""
-        reports: list[RankReport] = yield call(self._executor, do, what)
-        job.result.pause_ms += max(report["elapsed_ms"] for report in reports)
-        return (yield from self._agree(job, reports, undo, what))
-
-    def _slice(self, job: Job, do: WorkerCall, undo: WorkerCall, what: Sequence[Any]) -> str | None:
-        """Like `_on_all_ranks`, but the engine does nothing in between. Its time says how much the next may be."""
-        before_ms = job.result.pause_ms
-        error = _at_once(self._on_all_ranks(job, do, undo, what))
-        if not error:
-            pace = len(what) / max(job.result.pause_ms - before_ms, 0.001)
-            self._pace[do] = min(4 * self._pace[do], pace)
-        return error
-
-    def _agree(
-        self, job: Job, reports: Sequence[RankReport], undo: WorkerCall, what: Sequence[Any]
-    ) -> Generator[Waitable, Any, str | None]:
-        """Undo on the ranks that did something if others could not. Returns why they could not."""
-        reason = _reason(reports)
-        if not reason:
-            return None
-        job.rank_failed = True
-        done = [report["rank"] for report in reports if not report["error"]]
-        if done:
-            reports = yield call(self._executor, worker_side.on_ranks, undo, done, what)
-            if still := _reason(reports):
-                raise RanksDisagreeError(f"{reason}; and it could not be undone on {still}")
-        return reason
-
-
-def call(executor: "Executor", function: Callable[..., T], *arguments: Any) -> "Future[list[T]]":
-    """Call `function` on every worker, after the steps that are in flight there."""
-    return executor.collective_rpc(
-        function, timeout=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, args=arguments, non_block=True
-    )
-
-
-def _at_once(steps: Generator[Waitable, Any, T]) -> T:
-    """Carry steps out without letting the engine do anything in between."""
-    value: Any = None
-    while True:
-        try:
-            value = steps.send(value).result()
-        except StopIteration as stop:
-            return stop.value
-
-
 def _all_idle(busy: Sequence[bool]) -> bool:
     return not any(busy)
-
-
-def _reason(reports: Sequence[RankReport]) -> str:
-    """Which ranks failed, and why; empty if none did."""
-    return "; ".join(f"rank {report['rank']}: {report['error']}" for report in reports if report["error"])
 
 
 def _outcome_of_shrink(taken: int, missing: int) -> tuple[Outcome, str | None]:
