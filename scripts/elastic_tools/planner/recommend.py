@@ -174,8 +174,7 @@ def cache_step(found: list[Estimate], chosen: Estimate) -> str:
         )
     keep = "keep the model's own type" if chosen.plan.dtype.bits == 16 else f"compress to {chosen.plan.dtype.name}"
     return (
-        f"Cache: {keep}. ${chosen.plan.price:.3f} an hour / (3,600 x output tokens/s) x 1,000,000: "
-        f"{'; '.join(texts)}."
+        f"Cache: {keep}. ${chosen.plan.price:.3f} an hour / (3,600 x output tokens/s) x 1,000,000: {'; '.join(texts)}."
     )
 
 

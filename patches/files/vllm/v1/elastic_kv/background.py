@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-# Before a thread does anything, so that who started it goes on first: a step may wait for that one, and a thread that has
-# the interpreter keeps it for up to 5 ms.
+# Before a thread does anything, so that who started it goes on first: a step may wait for that one, and a thread that
+# has the interpreter keeps it for up to 5 ms.
 HEAD_START_S = 0.001
 
 

@@ -8,8 +8,8 @@ from vllm.utils.math_utils import round_down
 from vllm.v1.elastic_kv import activation_probe
 from vllm.v1.elastic_kv.activation import agree, token_counts
 from vllm.v1.elastic_kv.layout import ElasticKVLayout
-from vllm.v1.elastic_kv.reserve import Reserve, make_reserve
 from vllm.v1.elastic_kv.ranks import call
+from vllm.v1.elastic_kv.reserve import Reserve, make_reserve
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -54,7 +54,9 @@ class Resizer:
         self._block_bytes = block_bytes
         self._chunk_bytes = block_bytes * pool.layout.chunk_blocks
         self._publish = publish
-        self.ranks = Ranks(engine.model_executor, {worker_side.attach: self._chunk_bytes, worker_side.move: block_bytes})
+        self.ranks = Ranks(
+            engine.model_executor, {worker_side.attach: self._chunk_bytes, worker_side.move: block_bytes}
+        )
 
     def foresee(self, job: Job, change: int) -> Transaction:
         """Tell what a change by so many chunks would come to, and do nothing."""
@@ -211,6 +213,7 @@ class Resizer:
         """Memory that each rank can have now."""
         probes: list[ProbeReport] = yield call(self._executor, worker_side.probe, self._pool.layout.driver)
         return min(probe["available_bytes"] for probe in probes) // self._pool.layout.ranks_sharing
+
 
 def _all_idle(busy: Sequence[bool]) -> bool:
     return not any(busy)

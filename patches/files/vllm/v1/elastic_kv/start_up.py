@@ -16,8 +16,8 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.elastic_kv import worker_side
 from vllm.v1.elastic_kv.call_costs import PUBLISHED, TYPICAL_RESIZE_BYTES, CallCosts, best_run_bytes
 from vllm.v1.elastic_kv.layout import ElasticKVLayout, chunk_blocks_of, segments_of
-from vllm.v1.elastic_kv.reserve_start import check_own, fit_into_budget, measure_reserve
 from vllm.v1.elastic_kv.ranks import call
+from vllm.v1.elastic_kv.reserve_start import check_own, fit_into_budget, measure_reserve
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
 if TYPE_CHECKING:
