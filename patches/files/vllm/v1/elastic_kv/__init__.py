@@ -9,7 +9,7 @@ The modules, from the memory upwards:
 - `worker_side`: the arena of one rank, as the engine core calls it.
 - `block_pool`: publishes and withdraws block ids in the scheduler.
 - `resize`: what a resize may ask, and what it answers.
-- `transaction`, `ranks`, `resizer`: what a resize is made of while it runs, how a thing is done on all ranks or on none,
+- `transaction`, `ranks`, `resizer`: what a resize is made of while it runs, how all ranks do a thing or none,
   and the steps.
 - `controller`: the one owner of the size; one transaction at a time.
 - `start_up`: sizes at start-up, and what is refused.
