@@ -23,6 +23,7 @@ def test_ctrl_c_in_a_sweep_ends_it_with_a_word(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # else what a shell's background has
     )
     assert run.stderr is not None
     said = b""
