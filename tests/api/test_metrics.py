@@ -37,8 +37,8 @@ def stats(**reserve: int) -> ElasticKVStats:
 @pytest.mark.parametrize("name", ["reserve_returns", "smaller_steps"])
 def test_what_happened_to_the_reserve_is_counted_for_each_engine(registry, name):
     metrics = prom(registry, "adaptive")
-    for engine, count in [(0, 1), (0, 3), (1, 2), (0, 3)]:
-        metrics.observe(stats(**{name: count}), engine)
+    for engine, since_the_last_time in [(0, 1), (0, 2), (1, 2), (0, 0)]:
+        metrics.observe(stats(**{name: since_the_last_time}), engine)
     values = [registry.get_sample_value(f"vllm:elastic_kv_{name}_total", {"engine": engine}) for engine in "01"]
     assert values == [3, 2]
 

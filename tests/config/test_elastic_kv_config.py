@@ -230,6 +230,13 @@ def test_what_excludes_an_elastic_cache_is_refused_by_name(changes, message):
     assert one_sentence(str(failure.value))
 
 
+def test_ray_s_former_executor_is_refused(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    config = engine_config(parallel_config__distributed_executor_backend="ray")
+    with pytest.raises(ValueError, match="VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0, Ray's former executor"):
+        ElasticKVConfig().verify_and_update(config)
+
+
 @pytest.mark.parametrize(
     "backends",
     [

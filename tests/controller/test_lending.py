@@ -1,6 +1,7 @@
 """The prefill reserve is lent and taken back, and no step needs more of it than is left."""
 
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -107,6 +108,36 @@ def test_the_budget_falls_before_memory_is_lent(start):
     engine.end_step()
     engine.idle()
     assert engine.resident_blocks() == ALL
+
+
+@pytest.mark.parametrize("policy", ["reclaim", "adaptive"])
+def test_a_resize_whose_turn_does_not_come_is_no_news_to_a_loan_under_way(start, policy, monkeypatch):
+    real, clock = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: real() + clock[0])
+    engine = start(policy)
+    engine.launch_step()
+    decode(engine)
+    engine.controller.token_budget(MOST)
+    answer = engine.controller.resize({"blocks": ALL, "timeout_s": 5})
+    clock[0] = 10.0
+    engine.controller.poll()
+    assert answer.result(timeout=0)["outcome"] == "refused"
+    engine.end_step()
+    engine.idle()
+    assert engine.resident_blocks() == ALL
+    engine.controller.poll()
+    assert engine.resident_blocks() == ALL
+    assert engine.controller.state()["reserve"]["reserve_returns"] == 0
+    engine.check()
+
+
+def test_what_is_counted_is_handed_out_once(start):
+    engine = lent(start, "reclaim")
+    prefill(engine, 100)
+    engine.controller.token_budget(MOST)
+    told = [engine.controller.take_stats().reserve["reserve_returns"] for _ in range(2)]
+    assert told == [1, 0]
+    assert engine.controller.state()["reserve"]["reserve_returns"] == 1
 
 
 @pytest.mark.parametrize("policy", ["reclaim", "adaptive"])

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from vllm.v1.elastic_kv.attention import counting_layer
 from vllm.v1.elastic_kv.kernels.launch import Features, Guard, paged_attention
 from vllm.v1.elastic_kv.kernels.move import move_blocks
 from vllm.v1.elastic_kv.layout import Segment
@@ -290,3 +291,16 @@ def test_a_changed_map_is_seen_by_the_next_launch():
     batch.cache.buffer[block * 2 * PAGE : (block + 1) * 2 * PAGE].copy_(kept)
     assert torch.equal(launch(), before)
     assert faults.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("windows", "layer"),
+    [
+        ({"a": None, "b": None}, "a"),
+        ({"a": 128, "b": None, "c": 128}, "b"),
+        ({"a": 128, "b": 512}, "b"),
+    ],
+)
+def test_faults_are_counted_by_the_layer_that_reads_most_of_the_table(windows, layer):
+    """Without the hybrid cache manager one group has layers with and without a window."""
+    assert counting_layer(windows) == layer

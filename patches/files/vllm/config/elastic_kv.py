@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import field_validator
+from vllm import envs
 from vllm.config.utils import config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.elastic_kv.page_driver import check_driver
@@ -188,6 +189,9 @@ class ElasticKVConfig:
             ),
             "--distributed-executor-backend external_launcher, where each process would have its own size": (
                 parallel.distributed_executor_backend == "external_launcher"
+            ),
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0, Ray's former executor, which does not report faults": (
+                parallel.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
             ),
             "elastic expert parallelism (--enable-elastic-ep)": parallel.enable_elastic_ep,
             "HiSparse, which keeps a second pool of blocks": attention.hisparse_config is not None,

@@ -18,6 +18,8 @@ logger = init_logger(__name__)
 
 # Asking the ranks for what the system reports keeps them from computing: not more often than this.
 MEASURE_SECONDS = 1.0
+# What `Lender.state` counts from the start on.
+COUNTED_OF_RESERVE = ("reserve_returns", "smaller_steps")
 
 
 class Accounts:
@@ -31,6 +33,7 @@ class Accounts:
         self._last: dict[str, Any] | None = None
         self._unreported: list[dict[str, Any]] = []
         self._unreported_faults = 0
+        self._counted_of_reserve = dict.fromkeys(COUNTED_OF_RESERVE, 0)
         self.measured(ranks)
         # Of the rank where a block takes most.
         self.block_bytes = max(rank["resident_bytes"] for rank in ranks) // pool.num_gpu_blocks
@@ -96,7 +99,13 @@ class Accounts:
         }
 
     def take_stats(self, reserve: dict[str, Any] | None = None) -> ElasticKVStats:
-        """What the metrics show; hands out each ended resize, and each fault, once."""
+        """What the metrics show; hands out each ended resize, and all that is counted, once: only one of
+        several API servers hears it.
+        """
+        if reserve is not None:
+            counted = {name: reserve[name] for name in COUNTED_OF_RESERVE}
+            reserve = reserve | {name: counted[name] - self._counted_of_reserve[name] for name in counted}
+            self._counted_of_reserve = counted
         resizes, self._unreported = self._unreported, []
         faults, self._unreported_faults = self._unreported_faults, 0
         cache_config = self._engine.vllm_config.cache_config

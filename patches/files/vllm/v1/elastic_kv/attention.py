@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention backend ELASTIC_TRITON: paged attention that never touches a block without memory."""
 
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -65,6 +67,11 @@ class ElasticTritonMetadata(AttentionMetadata):
     counting_layer: str  # the one layer whose launch counts faults: all layers of the group have the same table
 
 
+def counting_layer(windows: Mapping[str, int | None]) -> str:
+    """The layer that looks at most of the table, by the sliding windows of a group's layers; None: no window."""
+    return max(windows, key=lambda name: windows[name] or sys.maxsize)
+
+
 class ElasticTritonMetadataBuilder(AttentionMetadataBuilder[ElasticTritonMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
@@ -84,7 +91,7 @@ class ElasticTritonMetadataBuilder(AttentionMetadataBuilder[ElasticTritonMetadat
         self._rows = vllm_config.scheduler_config.max_num_seqs
         context = vllm_config.compilation_config.static_forward_context
         self._layer = context[layer_names[0]]
-        self._counting_layer = layer_names[0]
+        self._counting_layer = counting_layer({name: context[name].sliding_window for name in layer_names})
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> ElasticTritonMetadata:
         metadata = self.build(0, common_attn_metadata)

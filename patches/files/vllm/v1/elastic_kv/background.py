@@ -3,15 +3,10 @@
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
-
-# Before a thread does anything, so that who started it goes on first: a step may wait for that one, and a thread that
-# has the interpreter keeps it for up to 5 ms.
-HEAD_START_S = 0.001
 
 
 class Background:
@@ -66,7 +61,6 @@ class Background:
         return not self._working
 
     def _work(self) -> None:
-        time.sleep(HEAD_START_S)
         while True:
             with self._lock:
                 if not self._jobs:

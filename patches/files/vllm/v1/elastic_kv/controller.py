@@ -309,11 +309,13 @@ class ElasticKVController:
 
     def _finish(self, job: Job) -> None:
         answer = self._accounts.ended(job)
-        if self.lender is not None and not job.request.dry_run:
-            self.lender.ended(job)
-        # More than there can be while the prefill reserve is kept was asked for in vain, but nothing has failed.
-        failed = job.result.after != job.target and not job.withdrawn
-        if not job.request.dry_run and (wait := self.allowance.ended(not failed)):
-            self._wake_after(wait)
+        # What never had its turn is no news about the memory, and another one may be under way.
+        if job.run is not None and not job.request.dry_run:
+            if self.lender is not None:
+                self.lender.ended(job)
+            # More than there can be while the prefill reserve is kept was asked for in vain, but nothing has failed.
+            failed = job.result.after != job.target and not job.withdrawn
+            if wait := self.allowance.ended(not failed):
+                self._wake_after(wait)
         job.answer.set_result(answer)
         self._accounts.show()

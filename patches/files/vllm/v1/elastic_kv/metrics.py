@@ -83,8 +83,6 @@ class ElasticKVProm:
             if keeps_reserve
             else {}
         )
-        # What each engine had counted when it was heard last.
-        self._counted: dict[tuple[int, str], int] = {}
         self._faults = counter_cls(
             "vllm:elastic_kv_soft_page_faults",
             "Block ids without memory that requests named; these requests failed.",
@@ -127,9 +125,7 @@ class ElasticKVProm:
         for name, gauge in self._reserve.items():
             gauge.labels(*labels).set((stats.reserve or {}).get(name, 0))
         for name, counter in self._reserve_counts.items():
-            count = (stats.reserve or {}).get(name, 0)
-            counter.labels(*labels).inc(count - self._counted.get((engine_idx, name), 0))
-            self._counted[engine_idx, name] = count
+            counter.labels(*labels).inc((stats.reserve or {}).get(name, 0))
         self._faults.labels(*labels).inc(stats.soft_page_faults)
         for resize in stats.resizes:
             self._resizes.labels(*labels, resize["direction"], resize["outcome"]).inc()

@@ -13,6 +13,7 @@ from vllm.v1.elastic_kv.runs import runs_of
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.v1.elastic_kv.layout import ElasticKVLayout
 
 # By the address of the cache's buffer, so that a layer finds what belongs to its views of it.
@@ -78,7 +79,7 @@ class FaultReport(AsyncModelRunnerOutput):
 def report_faults(
     residency: Residency | None,
     output: ModelRunnerOutput | AsyncModelRunnerOutput | None,
-    ranks: dist.ProcessGroup,
+    ranks: "GroupCoordinator",
 ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
     """Add to a step's output which of its requests had soft page faults, and how many on the rank that had most: only
     one rank's output is read. To be called on all of `ranks`, after each step.
@@ -88,9 +89,20 @@ def report_faults(
     # On the stream of the kernels: behind those that were launched so far, and so that the next step counts from zero.
     taken = residency.faults.clone()
     residency.faults.zero_()
-    if ranks.size() > 1:
-        dist.all_reduce(taken, dist.ReduceOp.MAX, group=ranks)
+    if ranks.world_size > 1:
+        taken = _most(taken, ranks)
     if output is None:
         return None
     report = FaultReport(output, taken)
     return report if isinstance(output, AsyncModelRunnerOutput) else report.get_output()
+
+
+def _most(counts: torch.Tensor, ranks: "GroupCoordinator") -> torch.Tensor:
+    """The largest of each count over all ranks. By the communicator that steps use, where there is one: another would
+    take memory of the device that was not there when the cache was sized.
+    """
+    nccl = getattr(ranks.device_communicator, "pynccl_comm", None)
+    if nccl is not None and not nccl.disabled:
+        return nccl.all_reduce(counts, op=dist.ReduceOp.MAX)
+    dist.all_reduce(counts, dist.ReduceOp.MAX, group=ranks.device_group)
+    return counts

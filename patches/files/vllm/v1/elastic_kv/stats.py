@@ -11,7 +11,8 @@ class ElasticKVStats:
     as upstream's `CacheConfig` has them, and the resizes that ended since
     the last time, each as `ResizeResult.to_dict` gives it, with its `direction`, and
     `failed` as its `outcome` where a rank failed. Also since the last time: block ids without
-    memory that the attention of requests met. `reserve` is what `Lender.state` tells, where there is a reserve.
+    memory that the attention of requests met. `reserve` is what `Lender.state` tells, where there is a reserve,
+    but what it counts is since the last time as well.
     """
 
     resident_blocks: int

@@ -156,7 +156,7 @@ def detach(worker: Any, chunks: Sequence[int]) -> RankReport:
 def with_faults(worker: Any, output: Any) -> Any:
     """The output of a step, with the requests of it that named blocks without memory, on whichever rank."""
     residency = worker.model_runner.kv_cache_config.elastic_kv.residency
-    return report_faults(residency, output, get_tp_group().device_group)
+    return report_faults(residency, output, get_tp_group())
 
 
 def begin_attach(worker: Any, chunks: Sequence[int]) -> float:

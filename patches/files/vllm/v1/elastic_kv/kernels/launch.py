@@ -42,7 +42,7 @@ class Guard:
     """
 
     resident: torch.Tensor | None = None  # uint8 [pool blocks]; None: only the range is checked
-    faults: torch.Tensor | None = None  # int32 [seqs]: table entries that were masked are added; None: not counted
+    faults: torch.Tensor | None = None  # int32 [seqs]: table entries without memory are added; None: not counted
 
 
 @dataclass(frozen=True)
