@@ -144,7 +144,8 @@ class GGUFLlama:
         }
 
         def named(role: str) -> str:
-            return tokens[self._field(f"tokenizer.ggml.{role}_token_id")]
+            token: str = tokens[self._field(f"tokenizer.ggml.{role}_token_id")]
+            return token
 
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",

@@ -71,7 +71,7 @@ def calls(monkeypatch):
     calls.patch(monkeypatch, torch.cuda, "Stream")
     calls.patch(monkeypatch, torch.cuda, "stream")
     calls.patch(monkeypatch, Stream, "synchronize")
-    calls.patch(monkeypatch, torch, "from_dlpack")
+    calls.patch(monkeypatch, torch.utils.dlpack, "from_dlpack")
     calls.patch(monkeypatch, torch, "as_strided")
     calls.patch(monkeypatch, torch.Tensor, "zero_", launches=True)
     calls.patch(monkeypatch, torch.Tensor, "copy_", launches=True)

@@ -45,12 +45,14 @@ def absolute(measured: dict[str, Any], warm_up: int) -> str:
 def idle_share(measured: dict[str, Any]) -> float:
     """The largest share of one core that an arm used while another one worked."""
     rounds = [one for arm in measured.values() for one in arm["rounds"]]
-    return max(one["idle_cpu_s"] / one["idle_s"] for one in rounds if one["idle_s"] > 1)
+    share: float = max(one["idle_cpu_s"] / one["idle_s"] for one in rounds if one["idle_s"] > 1)
+    return share
 
 
 def others_cores(measured: dict[str, Any], warm_up: int) -> float:
     """How many cores work that is not ours kept busy, on average over the rounds that count."""
-    return mean(one["others_cores"] for arm in measured.values() for one in arm["rounds"][warm_up:])
+    cores: float = mean(one["others_cores"] for arm in measured.values() for one in arm["rounds"][warm_up:])
+    return cores
 
 
 def verdict(comparison: Comparison, others: float) -> str:

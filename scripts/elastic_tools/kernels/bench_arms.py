@@ -174,7 +174,8 @@ def _timed(call: Callable[[], Any]) -> Callable[[], float]:
         graph.replay()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        seconds: float = start.elapsed_time(end) / 1e3
+        return seconds
 
     return timed
 

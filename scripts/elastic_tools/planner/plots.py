@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.colors import ListedColormap
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from elastic_tools.planner.estimate import Estimate
@@ -86,7 +87,7 @@ def regime_map(found: Sequence[Regime], path: Path) -> None:
             panel.set_title(f"chunk {chunk:,}, TP {tp}", fontsize=9)
             panel.set_xticks(range(len(contexts)), [f"{each // 1024}k" for each in contexts], fontsize=7)
             panel.set_yticks(range(len(models)), models if column == 0 else [""] * len(models), fontsize=7)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
+    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     labels = ["neither gains 1% of the cache", "a smaller chunk gains more", "lending the reserve gains more"]
     figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=9)
     figure.supxlabel(

@@ -222,4 +222,5 @@ def _look_up(grid: list[list[float]], requests: float, context: float) -> float:
     a, b = x - i, y - j
     low, high = grid[i], grid[i + 1]
     value = (low[j] * (1 - b) + low[j + 1] * b) * (1 - a) + (high[j] * (1 - b) + high[j + 1] * b) * a
-    return beyond * 2.0**value
+    seconds: float = beyond * 2.0**value
+    return seconds

@@ -32,7 +32,7 @@ LEAST_MARGIN = 0.05
 FEWEST_TOKENS = 16  # over all prompts, that have to be compared
 LOAD = 8  # requests under way while the size changes
 SETTLE_SECONDS = 15.0  # blocks of a request that ended and measurements of ranks take a moment
-GAUGES = {  # each has to say what `GET /elastic_kv` does
+GAUGES: dict[str, Callable[[dict[str, Any]], float]] = {  # each has to say what `GET /elastic_kv` does
     "vllm:elastic_kv_resident_blocks": lambda state: state["blocks"]["resident"],
     "vllm:elastic_kv_capacity_blocks": lambda state: state["blocks"]["capacity"],
     "vllm:elastic_kv_base_blocks": lambda state: state["blocks"]["base"],

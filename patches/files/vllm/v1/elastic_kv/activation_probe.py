@@ -114,15 +114,17 @@ def _step(runner: Any, tokens: int, prompt_logprobs: bool) -> None:
 def _forward(runner: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states of all tokens, and of the last of each request."""
     if hasattr(runner, "input_batch"):
-        return runner._dummy_run(
+        hidden, sampled = runner._dummy_run(
             tokens,
             force_attention=True,
             profile_seq_lens=runner.max_model_len,
             skip_eplb=True,
             allow_microbatching=False,
         )
-    context = max(0, runner.max_model_len - tokens)  # model runner V2
-    return runner._dummy_run(tokens, context_len=context, skip_eplb=True)
+    else:  # model runner V2
+        context = max(0, runner.max_model_len - tokens)
+        hidden, sampled = runner._dummy_run(tokens, context_len=context, skip_eplb=True)
+    return hidden, sampled
 
 
 def _prompt_logprobs(runner: Any, hidden: torch.Tensor) -> None:

@@ -54,7 +54,7 @@ def tensor_over(address: int, nbytes: int, device: tuple[int, int]) -> "torch.Te
         device: DLPack's kind of device, and which one of them.
 
     """
-    import torch
+    from torch.utils.dlpack import from_dlpack
 
     # The description is the C library's, and its deleter is `free`, since torch may call that on any thread, and
     # as the process ends, when a function of Python's cannot run any more.
@@ -66,7 +66,7 @@ def tensor_over(address: int, nbytes: int, device: tuple[int, int]) -> "torch.Te
     described = _ManagedTensor(address, *device, 1, _INT, 8, 1, shape, strides, 0, None, deleter, nbytes, 1)
     ctypes.memmove(at, ctypes.addressof(described), ctypes.sizeof(described))
     try:
-        tensor: torch.Tensor = torch.from_dlpack(_new_capsule(at, _NAME, None))
+        tensor: torch.Tensor = from_dlpack(_new_capsule(at, _NAME, None))
     except BaseException:  # whatever it is, torch has not taken the description; it is raised again
         _libc.free(at)
         raise

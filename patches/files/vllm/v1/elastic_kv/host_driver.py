@@ -239,7 +239,7 @@ class HostPageDriver(PageDriver):
         return self._address("mremap", nbytes, address, nbytes, nbytes, flags, hint)
 
     def _address(self, call: str, nbytes: int, *arguments: int | None) -> int:
-        address = getattr(_libc, call)(*arguments)
+        address: int = getattr(_libc, call)(*arguments)
         if address == _FAILED:
             raise self._error(call, nbytes)
         return address

@@ -123,7 +123,8 @@ def _at_once(steps: Generator[Waitable, Any, T]) -> T:
         try:
             value = steps.send(value).result()
         except StopIteration as stop:
-            return stop.value
+            result: T = stop.value
+            return result
 
 
 def reason_of(reports: Sequence[RankReport]) -> str:

@@ -2,6 +2,7 @@
 """What a resize may ask for, and what it answers."""
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Annotated, Any, Literal
@@ -81,13 +82,14 @@ class ResizeRequest(BaseModel):
         """
         unit = next(unit for unit in UNITS if getattr(self, unit) is not None)
         value = getattr(self, unit)
-        blocks = {
+        rounded: dict[str, Callable[[], int]] = {
             "blocks": lambda: value,
             "bytes": lambda: value // block_bytes,
             "tokens": lambda: -(-value // block_tokens),
             # As it was written: 0.29 of 100 is 29, though 0.29 * 100 is a little less.
             "fraction": lambda: math.floor(Fraction(repr(value)) * capacity_blocks),
-        }[unit]()
+        }
+        blocks = rounded[unit]()
         if not base_blocks <= blocks <= capacity_blocks:
             raise ValueError(
                 f"{unit}={value!r} is {blocks} blocks of {block_bytes} bytes and {block_tokens} tokens; "

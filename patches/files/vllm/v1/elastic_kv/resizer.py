@@ -140,7 +140,8 @@ class Resizer:
         """Wait for the ranks to have given memory back, and see what they hold."""
         end = time.monotonic() + SETTLE_SECONDS
         yield from self.ranks.look(worker_side.busy, _all_idle, lambda: time.monotonic() > end)
-        return (yield call(self._executor, worker_side.measure))
+        measured: list[RankState] = yield call(self._executor, worker_side.measure)
+        return measured
 
     def _victims(self, job: Job, plan: ShrinkPlan) -> "tuple[list[Request], int]":
         """The requests to preempt, and the blocks that come free with them."""

@@ -289,8 +289,10 @@ def _repoint(worker: Any, old: Sequence[int], new: Sequence[int]) -> None:
 
 
 def _residency(worker: Any) -> Residency:
-    return worker.model_runner.kv_cache_config.elastic_kv.residency
+    residency: Residency = worker.model_runner.kv_cache_config.elastic_kv.residency
+    return residency
 
 
 def _arena(worker: Any) -> KVArena:
-    return worker.model_runner.kv_cache_config.elastic_kv.arena
+    arena: KVArena = worker.model_runner.kv_cache_config.elastic_kv.arena
+    return arena
