@@ -4,6 +4,7 @@ The process is replaced by the server, so a signal to it reaches the server.
 """
 
 import argparse
+import ctypes
 import errno
 import ipaddress
 import json
@@ -18,6 +19,7 @@ from pathlib import Path
 from elastic_tools.pins import ROOT, VENV, pins
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # in /proc/cpuinfo: bf16 arithmetic in hardware (x86, x86, Arm)
+LIBNUMA = "libnuma.so.1"
 FEW_CORES = 4  # up to here the engine gets every core; above, vLLM keeps one back for the server's own work
 
 
@@ -57,6 +59,7 @@ def plan(
         options += ["--served-model-name", local_name]
         added["HF_HUB_OFFLINE"] = "1"
     if engine == "cpu":
+        check_libraries()
         options += ["--enforce-eager", "--block-size", "32"]  # compiling takes minutes here and gains nothing
         if not cpu_flags & BF16_FLAGS:
             options += ["--dtype", "float32"]
@@ -179,6 +182,16 @@ def check_port(host: str, port: int) -> None:
             if error.errno == errno.EADDRINUSE:
                 raise ServeError(f"port {port} on {host} is in use; stop what uses it or say PORT=another.") from error
             raise ServeError(f"{host}:{port} cannot be listened on: {error.strerror or error}.") from error
+
+
+def check_libraries() -> None:
+    """Fails now where the system lacks a library of the CPU engine: vLLM only warns, and then loses its worker."""
+    try:
+        ctypes.CDLL(LIBNUMA)
+    except OSError:
+        raise ServeError(
+            f"{LIBNUMA} is missing, which the CPU engine needs; on Debian and Ubuntu: apt install libnuma1."
+        ) from None
 
 
 def engine_kind() -> str:

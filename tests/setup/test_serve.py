@@ -129,6 +129,12 @@ def test_too_few_cores():
         plan("--tensor-parallel-size", "4")
 
 
+def test_a_library_that_the_system_lacks_is_told(monkeypatch):
+    monkeypatch.setattr(serve, "LIBNUMA", "libnuma.so.0")
+    with pytest.raises(serve.ServeError, match=r"libnuma\.so\.0 is missing.*apt install libnuma1"):
+        plan()
+
+
 def test_port_in_use_is_told_at_once():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

@@ -103,6 +103,7 @@ def _most(counts: torch.Tensor, ranks: "GroupCoordinator") -> torch.Tensor:
     """
     nccl = getattr(ranks.device_communicator, "pynccl_comm", None)
     if nccl is not None and not nccl.disabled:
-        return nccl.all_reduce(counts, op=dist.ReduceOp.MAX)
+        most: torch.Tensor = nccl.all_reduce(counts, op=dist.ReduceOp.MAX)
+        return most
     dist.all_reduce(counts, dist.ReduceOp.MAX, group=ranks.device_group)
     return counts
