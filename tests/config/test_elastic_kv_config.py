@@ -376,6 +376,27 @@ def test_what_the_reserve_does_not_cover(fields, changes, words):
     assert one_sentence(str(failure.value))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"start": "64MiB"},
+        {"policy": "on-demand", "start": "64MiB"},
+        {"memory_budget": "2GiB"},
+        {"memory_budget": "2GiB", "capacity": "1GiB"},
+        {"memory_budget": "2GiB", "start": "64MiB"},
+        {"memory_budget": "2GiB", "policy": "adaptive"},
+    ],
+    ids=str,
+)
+def test_a_process_of_the_engine_verifies_again_what_was_verified(fields):
+    config = engine_config()
+    ElasticKVConfig(**fields).verify_and_update(config)
+    first = config.cache_config.kv_cache_memory_bytes
+    ElasticKVConfig(**fields).verify_and_update(config)
+    assert config.cache_config.kv_cache_memory_bytes == first
+
+
 def test_a_memory_budget_bounds_the_start():
     """What the cache starts with is known when the rest of the process is; until then no size of upstream's counts."""
     config = engine_config()

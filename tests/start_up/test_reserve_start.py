@@ -73,6 +73,12 @@ def test_the_cache_has_what_the_rest_leaves_of_a_budget():
     assert scheduler.elastic_kv.reserve.nbytes == MOST * A_TOKEN
 
 
+def test_without_a_capacity_the_cache_may_grow_to_its_budget():
+    executor = Executor()
+    scheduler = start(executor, {"memory_budget": "2GiB"}, planned=2 * GIB)
+    assert scheduler.elastic_kv.capacity_blocks == 2 * GIB // CHUNK_BYTES * CHUNK
+
+
 def test_the_rank_with_most_decides():
     executor = Executor(((A_TOKEN, GIB), (2 * A_TOKEN, GIB + 256 * MIB)))
     scheduler = start(executor, {"memory_budget": "4GiB", "margin": "512MiB"})

@@ -148,6 +148,13 @@ class ElasticKVConfig:
         """Whether memory is kept for the activations of the largest step, by measurement."""
         return self.policy in LENDING or self.memory_budget is not None
 
+    @property
+    def _most_in_budget(self) -> int:
+        """Bytes that the cache starts with under a budget, until it is known what else the process takes: without a
+        size, upstream takes what the machine has.
+        """
+        return min(filter(None, [self.size("memory_budget"), self.size("capacity")]))
+
     def size(self, name: str) -> int | None:
         """The named size in bytes, or None where it was not given."""
         value = getattr(self, name)
@@ -208,9 +215,8 @@ class ElasticKVConfig:
             self._verify_reserve(vllm_config)
         start = self.size("start")
         if start is None:
-            if (budget := self.size("memory_budget")) is not None:
-                # Until it is known what else the process takes. Without a size upstream takes what the machine has.
-                cache.kv_cache_memory_bytes = min(filter(None, [budget, self.size("capacity")]))
+            if self.memory_budget is not None:
+                cache.kv_cache_memory_bytes = self._most_in_budget
             return
         if cache.kv_cache_memory_bytes not in (None, start):
             raise ValueError(
@@ -241,5 +247,6 @@ class ElasticKVConfig:
             raise ValueError("elastic_kv_config memory_budget is for a CPU; elsewhere the device is the limit.")
         if self.policy == "on-demand":
             raise ValueError("elastic_kv_config memory_budget does not work with the policy on-demand.")
-        if vllm_config.cache_config.kv_cache_memory_bytes not in (None, self.size("start")):
+        # Engine processes verify again what was verified before.
+        if vllm_config.cache_config.kv_cache_memory_bytes not in (None, self.size("start") or self._most_in_budget):
             raise ValueError("Give elastic_kv_config memory_budget and start, not --kv-cache-memory-bytes.")

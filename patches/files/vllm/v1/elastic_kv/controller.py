@@ -155,7 +155,7 @@ class ElasticKVController:
             self._queue.remove(job)
             job.result.before = job.result.after = self.pool.num_gpu_blocks
             job.end("refused", f"its turn did not come within {job.request.timeout_s:g} s")
-            self._finish(job)
+            self._finish(job, had_its_turn=False)  # no news about the memory, and another one may be under way
 
     def _advance(self, job: Job, wait: bool) -> bool:
         """Carry a transaction on to the next thing it waits for. False if it waits still."""
@@ -307,10 +307,9 @@ class ElasticKVController:
             timer.daemon = True
             timer.start()
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: Job, had_its_turn: bool = True) -> None:
         answer = self._accounts.ended(job)
-        # What never had its turn is no news about the memory, and another one may be under way.
-        if job.run is not None and not job.request.dry_run:
+        if had_its_turn and not job.request.dry_run:
             if self.lender is not None:
                 self.lender.ended(job)
             # More than there can be while the prefill reserve is kept was asked for in vain, but nothing has failed.

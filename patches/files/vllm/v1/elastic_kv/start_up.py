@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes an elastic cache at start-up, in the engine core."""
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -195,8 +196,9 @@ def _capacity_memory(
     sharing = _ranks_sharing(probes)
     if capacity is None:
         # What the device could hold now: the cache is not allocated yet.
+        most = config.size("memory_budget") or sys.maxsize
         return [
-            max(probe["available_bytes"] // ranks, start)
+            max(min(probe["available_bytes"] // ranks, most), start)
             for probe, ranks, start in zip(probes, sharing, available_memory, strict=True)
         ]
     for rank, (probe, ranks) in enumerate(zip(probes, sharing, strict=True)):
