@@ -1,45 +1,58 @@
-"""A Ray cluster of several nodes on this machine, each with one slot for a rank."""
+"""A Ray cluster of two nodes on this machine, each with a slot for a rank and, if that can be had, its own network."""
 
 import contextlib
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from elastic_tools.demo.server import end, free_port
 from support.servers import SUPPORT
+
+from .networks import network, why_not
 
 RAY = [sys.executable, "-c", "import sys; from ray.scripts.scripts import main; sys.exit(main())"]
 START_SECONDS = 300
 
 
 @contextlib.contextmanager
-def ray_nodes(count: int, environment: dict[str, str]) -> Iterator[str]:
-    """Start `count` nodes that end when the block is left. Yields the cluster's address."""
-    port = free_port()
-    address = f"127.0.0.1:{port}"
-    # Sockets lie in Ray's folder, and their paths may have 107 characters.
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+def two_nodes(environment: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Starts them; they end when the block is left. Yields the environment for the server, which runs on the first."""
+    with contextlib.ExitStack() as stack:
+        # Sockets lie in Ray's folder, and their paths may have 107 characters.
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)))
+        hosts: list[tuple[str, tuple[str, ...]]] = [("127.0.0.1", ()), ("127.0.0.1", ())]
+        if why_not() is None:
+            link = stack.enter_context(network())
+            hosts = [(link.near, ()), (link.far, link.enter)]
+            environment = environment | {"GLOO_SOCKET_IFNAME": link.interface}
+        address = f"{hosts[0][0]}:{free_port()}"
+        environment = environment | {"RAY_ADDRESS": address}
         nodes: list[subprocess.Popen] = []
-        try:
-            for number in range(count):
-                head = ["--head", "--port", str(port), "--include-dashboard", "false", "--temp-dir", folder]
-                join = ["--address", address] if number else head
-                command = [
-                    *(*RAY, "start", "--block", *join, "--num-gpus", "1", "--num-cpus", "2"),
-                    *("--disable-usage-stats", "--object-store-memory", str(100 << 20)),
-                ]
-                log = Path(folder) / f"node-{number}.log"
-                with open(log, "w") as output:
-                    nodes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-                wait_for_slots(address, nodes, environment, log)
-            yield address
-        finally:
-            for node in reversed(nodes):
-                end(node)
+        stack.callback(lambda: [end(node) for node in reversed(nodes)])
+        for number, (host, enter) in enumerate(hosts):
+            head = [
+                "--head",
+                "--port",
+                address.split(":")[1],
+                "--include-dashboard",
+                "false",
+                "--temp-dir",
+                str(folder),
+            ]
+            command = [
+                *(*enter, *RAY, "start", "--block", "--node-ip-address", host, "--num-gpus", "1", "--num-cpus", "2"),
+                *("--disable-usage-stats", "--object-store-memory", str(100 << 20)),
+                *(["--address", address] if number else head),
+            ]
+            log = folder / f"node-{number}.log"
+            with open(log, "w") as output:
+                nodes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+            wait_for_slots(address, nodes, environment, log)
+        yield environment
 
 
 def wait_for_slots(address: str, nodes: list[subprocess.Popen], environment: dict[str, str], log: Path) -> None:

@@ -12,7 +12,7 @@ from elastic_tools.storm.run import Target, storm
 from elastic_tools.storm.verdict import Verdict, judge
 from support.servers import engine_environment, serving
 
-from .ray_nodes import ray_environment, ray_nodes
+from .ray_nodes import ray_environment, two_nodes
 from .shared_memory import no_shared_memory_left
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
@@ -35,7 +35,7 @@ def seen(request, tmp_path_factory):
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_shared_memory_left())
         if request.param == "ray":
-            environment["RAY_ADDRESS"] = stack.enter_context(ray_nodes(2, environment))
+            environment = stack.enter_context(two_nodes(environment))
         backend = ("--distributed-executor-backend", request.param)
         server = stack.enter_context(
             serving(folder / "log", *options, *backend, model=model, key=KEY, environment=environment)

@@ -15,7 +15,8 @@ import pytest
 from elastic_tools.model import padded_heads
 from support.servers import SUPPORT, engine_environment, serving
 
-from .ray_nodes import ray_environment, ray_nodes
+from .networks import why_not
+from .ray_nodes import ray_environment, two_nodes
 from .shared_memory import no_shared_memory_left
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
@@ -57,7 +58,7 @@ def server(request, model, one_rank, tmp_path_factory):
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_shared_memory_left())
         if request.param == "ray":
-            environment["RAY_ADDRESS"] = stack.enter_context(ray_nodes(2, environment))
+            environment = stack.enter_context(two_nodes(environment))
         backend = ("--distributed-executor-backend", request.param)
         server = stack.enter_context(
             serving(folder / "log", *options, *backend, model=model, key=KEY, environment=environment)
@@ -114,6 +115,14 @@ def test_same_tokens_as_one_rank_while_it_is_resized(server, one_rank):
             time.sleep(0.1)
         assert answers(server, threads) == one_rank
     assert all(costs.values()), costs
+
+
+def test_ranks_on_ray_are_in_two_networks(server):
+    if server.backend == "mp":
+        pytest.skip("processes of one engine share its network")
+    if reason := why_not():
+        pytest.skip(f"both Ray nodes are in this machine's network: {reason}")
+    assert len({os.readlink(f"/proc/{worker.pid}/ns/net") for worker in ray_workers()}) == 2
 
 
 def test_ranks_have_the_same_left_after_shrinking(server):
@@ -177,8 +186,13 @@ def one_worker(server) -> int:
     """The process of a rank; with Ray it is none of the server's."""
     if server.backend == "mp":
         return int(re.findall(r"Worker_TP1 pid=(\d+)", server.log.read_text())[-1])
+    return ray_workers()[0].pid
+
+
+def ray_workers() -> list[psutil.Process]:
+    """The processes of the ranks, which are children of the Ray nodes."""
     mine = psutil.Process().children(recursive=True)
-    return next(process.pid for process in mine if " ".join(process.cmdline()).startswith("ray::RayWorkerProc"))
+    return [process for process in mine if " ".join(process.cmdline()).startswith("ray::RayWorkerProc")]
 
 
 def healthy(server) -> bool:
