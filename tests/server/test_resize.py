@@ -14,9 +14,15 @@ import pytest
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).resolve().parents[2]
-RESIZES = 30  # of the storm
+RESIZES = 8  # of the storm; `test_storm.py` has a harder one, with a model that is not real
 
 PROMPTS = [f"Question {number}: name three things that are blue.\nAnswer:" for number in range(8)]
+
+
+@pytest.fixture(scope="module")
+def wanted(server):
+    """What the prompts are answered with, one after the other, at one size."""
+    return [server.complete(prompt, 48) for prompt in PROMPTS]
 
 
 def worker_pid(server):
@@ -130,9 +136,8 @@ def test_bad_input_changes_nothing(server):
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_a_shrink_under_running_requests(server, allowed):
+def test_a_shrink_under_running_requests(server, wanted, allowed):
     """It stops at what they hold, or preempts them: they go on, one after the other at least, and no token changes."""
-    wanted = [server.complete(prompt, 48) for prompt in PROMPTS]
     floor = server.state()["blocks"]["base"]
     threads, got = ask_all(server)
     wait_for(lambda: server.state()["blocks"]["used"] > 0)
@@ -154,9 +159,8 @@ def test_a_shrink_under_running_requests(server, allowed):
     server.resize(fraction=1)
 
 
-def test_resizes_while_generation_is_paused(server):
+def test_resizes_while_generation_is_paused(server, wanted):
     """As for a change of weights: requests wait where they are, and the memory may go to something else meanwhile."""
-    wanted = [server.complete(prompt, 48) for prompt in PROMPTS]
     threads, got = ask_all(server)
     wait_for(lambda: server.state()["blocks"]["used"] > 0)
     assert server.call("POST", "/pause?mode=keep&clear_cache=false")[0] == 200
@@ -173,8 +177,7 @@ def test_resizes_while_generation_is_paused(server):
     assert [got.get(number) for number in range(len(PROMPTS))] == wanted
 
 
-def test_a_storm_of_resizes_changes_no_token(server):
-    wanted = [server.complete(prompt, 32) for prompt in PROMPTS]
+def test_a_storm_of_resizes_changes_no_token(server, wanted):
     state = server.state()
     stop, wrong, failed, answers = threading.Event(), [], [], 0
 
@@ -184,7 +187,7 @@ def test_a_storm_of_resizes_changes_no_token(server):
         while not stop.is_set():
             number = rng.randrange(len(PROMPTS))
             try:
-                text = server.complete(PROMPTS[number], 32)
+                text = server.complete(PROMPTS[number], 48)
             except Exception as error:  # an exception that ends a thread would pass unseen
                 failed.append(error)
                 return

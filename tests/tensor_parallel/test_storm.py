@@ -1,7 +1,9 @@
-"""The storm of `tests/server/test_storm.py` against two ranks: processes of the engine, or actors on two Ray nodes."""
+"""The storm of `tests/server/test_storm.py` against two ranks, which are actors on two Ray nodes.
+
+Processes of one engine are stormed by `make storm ARGS='-- --tensor-parallel-size 2'`: both would take CI too long.
+"""
 
 import asyncio
-import contextlib
 import os
 
 import pytest
@@ -26,20 +28,17 @@ SETTINGS = Settings(
 )
 
 
-@pytest.fixture(scope="module", params=["mp", "ray"])
-def seen(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ray")
     model = str(tiny_llama(folder / "model", layers=24, heads=4, kv_heads=2))
-    environment = ray_environment(engine_environment())
     options = ("--elastic-kv-config", SIZES, "--tensor-parallel-size", "2", *LIMITS)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(no_shared_memory_left())
-        if request.param == "ray":
-            environment = stack.enter_context(two_nodes(environment))
-        backend = ("--distributed-executor-backend", request.param)
-        server = stack.enter_context(
-            serving(folder / "log", *options, *backend, model=model, key=KEY, environment=environment)
-        )
+    backend = ("--distributed-executor-backend", "ray")
+    with (
+        no_shared_memory_left(),
+        two_nodes(ray_environment(engine_environment())) as environment,
+        serving(folder / "log", *options, *backend, model=model, key=KEY, environment=environment) as server,
+    ):
         # Ray's workers are children of its nodes, which are children of this process.
         target = Target(server.url, KEY, os.getpid(), server.log)
         yield asyncio.run(storm(target, SETTINGS))
