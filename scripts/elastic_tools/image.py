@@ -1,6 +1,7 @@
 """Builds the images of `docker/Dockerfile` with docker, podman or buildah, whichever works. Standard library only."""
 
 import argparse
+import json
 import shlex
 import shutil
 import subprocess
@@ -12,11 +13,15 @@ from pathlib import Path
 from elastic_tools.patchset.project import Project
 from elastic_tools.pins import ROOT, pins
 
-BUILDERS = ("docker", "podman", "buildah")
 NAME = "elastic-kv-vllm"
 # buildah as it works inside another container, without an engine and without a network of its own
 BUILDAH = ("buildah", "--storage-driver", "vfs")
-BUILDAH_BUILD = ("--isolation", "chroot", "--network", "host", "--format", "docker")  # OCI's format has no HEALTHCHECK
+# How each begins a build. podman and buildah are told docker's format, since OCI's has no HEALTHCHECK.
+BUILD = {
+    "docker": ("docker", "build"),
+    "podman": ("podman", "build", "--format", "docker"),
+    "buildah": (*BUILDAH, "build", "--isolation", "chroot", "--network", "host", "--format", "docker"),
+}
 
 
 class ImageError(Exception):
@@ -25,7 +30,7 @@ class ImageError(Exception):
 
 def builder(works: Callable[[str], bool]) -> str:
     """The first builder that works."""
-    for name in BUILDERS:
+    for name in BUILD:
         if works(name):
             return name
     raise ImageError("none of docker, podman and buildah works here; on Debian: apt-get install buildah.")
@@ -73,9 +78,8 @@ def build_command(target: str, name: str, base: str | None, options: Sequence[st
     given = arguments(target)
     if base is not None:
         given[f"{target.upper()}_BASE"] = base
-    start = [*BUILDAH, "build", *BUILDAH_BUILD] if name == "buildah" else [name, "build"]
     file = ["--file", str(ROOT / "docker" / "Dockerfile"), "--target", target, "--tag", tag(target)]
-    return [*start, *file, *(f"--build-arg={key}={value}" for key, value in given.items()), *options]
+    return [*BUILD[name], *file, *(f"--build-arg={key}={value}" for key, value in given.items()), *options]
 
 
 def tag(target: str) -> str:
@@ -90,6 +94,36 @@ def build(target: str, base: str | None, options: Sequence[str]) -> None:
         context(Path(folder))
         run([*command, folder])
     say(f"built {tag(target)}")
+
+
+def pin(target: str) -> None:
+    """Writes the digest that the base of an image has now beside its tag, where the base is named."""
+    old = pins()["image"][target]
+    tagged = old.partition("@")[0]
+    name = builder(works)
+    new = f"{tagged}@{digest(name, tagged)}"
+    run([*(BUILDAH if name == "buildah" else [name]), "pull", new])  # what the registry does not know ends it here
+    for path in (ROOT / "configs" / "pins.toml", ROOT / "docker" / "Dockerfile"):
+        path.write_text(path.read_text().replace(old, new))
+    say(f"pinned {new}")
+
+
+def digest(name: str, reference: str) -> str:
+    """What a registry has under a tag, as `sha256:...`. The image is pulled, which the build needs anyway.
+
+    Args:
+        name: Of the builder.
+        reference: The image, by tag.
+
+    """
+    if name == "buildah":
+        run([*BUILDAH, "pull", reference], capture=True)
+        return run([*BUILDAH, "inspect", "--type=image", "--format={{.FromImageDigest}}", reference], capture=True)
+    run([name, "pull", reference])
+    told = json.loads(run([name, "image", "inspect", "--format={{json .RepoDigests}}", reference], capture=True))
+    if not told:
+        raise ImageError(f"{reference} has no digest: it was made here, not pulled.")
+    return str(told[0].partition("@")[2])
 
 
 def context(into: Path) -> None:
@@ -141,12 +175,16 @@ def main(argv: Sequence[str]) -> int:
     base = verbs.add_parser("base", help="make a Debian base image with debootstrap and buildah")
     base.add_argument("--release", default="bookworm")
     base.add_argument("--mirror", default="http://deb.debian.org/debian")
+    digests = verbs.add_parser("pin", help="pin a base by the digest that its tag has now")
+    digests.add_argument("target", choices=["cpu", "cuda"])
     verbs.add_parser("names", help="print the names of the images")
     cut = list(argv).index("--") if "--" in argv else len(argv)
     chosen, options = top.parse_args(argv[:cut]), argv[cut + 1 :]
     try:
         if chosen.verb == "build":
             build(chosen.target, chosen.base, options)
+        elif chosen.verb == "pin":
+            pin(chosen.target)
         elif chosen.verb == "base":
             make_base(chosen.release, chosen.mirror)
         else:
