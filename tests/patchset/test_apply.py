@@ -225,7 +225,8 @@ def test_a_full_temporary_folder_is_named(project, venv, capsys, monkeypatch, ar
     assert main([part.format(venv=venv) for part in arguments], project.root) == 1
     expected = f"patchset: {tempfile.gettempdir()}/patchset-"
     err = capsys.readouterr().err
-    assert err.startswith(expected) and "No space left on device" in err
+    assert err.startswith(expected)
+    assert "No space left on device" in err
 
 
 def test_a_full_disk_under_the_mailbox_is_named(project, tmp_path, capsys, monkeypatch):
