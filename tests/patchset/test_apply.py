@@ -216,6 +216,29 @@ def test_a_full_disk_says_so(project, venv, capsys, monkeypatch):
     assert "somewhere: No space left on device; nothing was changed" in refused(project, venv, capsys)
 
 
+@pytest.mark.parametrize("arguments", [["apply", "{venv}"], ["survey", "{venv}"], ["export"]])
+def test_a_full_temporary_folder_is_named(project, venv, capsys, monkeypatch, arguments):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert main([part.format(venv=venv) for part in arguments], project.root) == 1
+    expected = f"patchset: {tempfile.gettempdir()}/patchset-"
+    err = capsys.readouterr().err
+    assert err.startswith(expected)
+    assert "No space left on device" in err
+
+
+def test_a_full_disk_under_the_mailbox_is_named(project, tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert main(["export", "-o", str(tmp_path / "x.mbox")], project.root) == 1
+    assert capsys.readouterr().err == f"patchset: {tmp_path / 'x.mbox'}: No space left on device.\n"
+    assert not list(tmp_path.glob("*x.mbox*"))
+
+
 def test_a_broken_series_says_so(project, venv, capsys):
     (project.series.path / project.series.names()[1]).write_text("nonsense")
     assert "0002-pool-windows-say-it-in-words.patch does not begin" in refused(project, venv, capsys)

@@ -50,3 +50,14 @@ def test_missing_git_says_so(project, venv, monkeypatch, capsys):
 def test_this_repository_s_series(test):
     """What needs no download; `scripts/patchset check` does the rest."""
     assert test(Project.at(ROOT)) == []
+
+
+def test_a_reader_that_has_enough_is_no_failure():
+    """`scripts/patchset export | head`: more than a pipe holds is written to nobody."""
+    command = subprocess.Popen([LAUNCHER, "export"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert command.stdout is not None
+    assert command.stderr is not None
+    command.stdout.read(1)
+    command.stdout.close()
+    assert command.stderr.read() == b""
+    command.wait()

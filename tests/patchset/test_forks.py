@@ -115,7 +115,9 @@ def test_crlf(project, tmp_path, capsys):
     fork = make_fork(tmp_path / "fork", crlf)
     before = snapshot(fork)
     assert main(["apply", "--force-version", str(fork)], project.root) == 1
-    assert "does not fit" in capsys.readouterr().err
+    assert (
+        "does not fit: the file has CRLF line ends, and upstream's are LF; convert it first" in capsys.readouterr().err
+    )
     assert snapshot(fork) == before
     with pytest.raises(subprocess.CalledProcessError):
         take(project, fork)
@@ -126,6 +128,18 @@ def test_crlf(project, tmp_path, capsys):
     committed(fork, "line ends as upstream has them")
     take(project, fork)
     assert (fork / WINDOWS).read_bytes() == (project.tree / WINDOWS).read_bytes()
+
+
+def test_crlf_that_git_made_in_the_checkout(project, tmp_path):
+    """With core.autocrlf git itself holds upstream's line ends, and `git am` takes the mailbox."""
+    origin = make_fork(tmp_path / "origin")
+    fork = tmp_path / "fork"
+    plain_git("clone", "--quiet", "--config", "core.autocrlf=true", str(origin), str(fork), cwd=tmp_path)
+    assert b"\r\n" in (fork / POOL).read_bytes()
+    take(project, fork)
+    assert plain_git("status", "--porcelain", cwd=fork) == ""
+    for path in (POOL, WORKER):
+        assert plain_git("show", f"HEAD:{path}", cwd=fork) == (project.tree / path).read_text()
 
 
 def test_a_vendored_subset(project, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """A kill, or a failure, at every moment of `apply` and `revert`: the target is never lost."""
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -8,8 +9,9 @@ from elastic_tools.patchset import install, stage, txn
 from elastic_tools.patchset.cli import main
 from elastic_tools.patchset.errors import Refusal
 from elastic_tools.patchset.target import find
+from elastic_tools.pins import ROOT
 
-from .conftest import snapshot
+from .conftest import snapshot, write
 
 EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.chown", "os.symlink"}
 
@@ -154,7 +156,21 @@ def test_control_c_leaves_nothing(project, venv, monkeypatch, capsys):
 
     monkeypatch.setattr(txn, "move", move)
     assert main(["apply", str(venv)], project.root) == 1
-    assert capsys.readouterr().err == "patchset: interrupted.\n"
+    assert capsys.readouterr().err.startswith("patchset: interrupted; no file is half-written")
+    assert snapshot(venv) == before
+
+
+def test_a_termination_leaves_nothing(venv, tmp_path):
+    """The real command, which gets SIGTERM while git works for it."""
+    before = snapshot(venv)
+    write(tmp_path, {"bin/git": "#!/bin/sh\nkill -TERM $PPID\nexec sleep 60\n", "scratch/.keep": ""})
+    (tmp_path / "bin/git").chmod(0o755)
+    command = [sys.executable, ROOT / "scripts" / "patchset", "apply", "--force-version", venv]
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "TMPDIR": str(tmp_path / "scratch")}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (result.returncode, result.stderr.partition(";")[0]) == (1, "patchset: interrupted")
+    assert os.listdir(tmp_path / "scratch") == [".keep"]
     assert snapshot(venv) == before
 
 

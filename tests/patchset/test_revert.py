@@ -2,6 +2,7 @@
 
 import json
 import py_compile
+import re
 import shutil
 
 import pytest
@@ -60,8 +61,17 @@ def test_refuses_to_lose_an_edit(project, venv, site, path, capsys):
         file.write("mine\n")
     before = snapshot(venv)
     assert main(["revert", str(venv)], project.root) == 1
-    assert f"{path} was edited since the series was applied" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"{path} was edited since the series was applied: save it elsewhere, " in err
     assert snapshot(venv) == before
+
+    if kept := re.search(r"copy (\S+) over it, then revert", err):
+        shutil.copy(kept[1], site / path)
+    else:
+        assert "remove it, then revert" in err
+        (site / path).unlink()
+    assert main(["revert", str(venv)], project.root) == 0
+    assert main(["apply", str(venv)], project.root) == 0
 
 
 def test_refuses_when_what_was_kept_is_damaged(project, venv, site):

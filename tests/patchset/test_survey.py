@@ -57,16 +57,20 @@ def test_nothing_is_written(project, other):
 
 def test_names_that_the_new_modules_miss(project, other):
     files = project.series.path / "files"
+    write(other, {"vllm/core/__init__.py": "from .pool_api import *\nfrom math import *\n"})
+    write(other, {"vllm/core/pool_api.py": "from vllm.core.lazy import *\n\ndef inner(): ...\n"})
     write(other, {"vllm/core/lazy.py": 'import os as system\n\ndef there(): ...\n\nTABLE = {"Late": 1}\n'})
     write(
         files,
         {
             "vllm/core/extra.py": "from vllm.core.lazy import there, system, Late, TABLE, gone\n"
+            "from vllm.core import inner, there as again, away\n"
             "from vllm.core.nowhere import thing\nfrom vllm.elastic.deep.arena import SIZE\nimport vllm.core.pool\n",
         },
     )
     found = looked(project, other)
     assert [(name.module, name.wanted) for name in found.names] == [
+        ("vllm/core/extra.py", "vllm.core.away"),
         ("vllm/core/extra.py", "vllm.core.lazy.gone"),
         ("vllm/core/extra.py", "vllm.core.nowhere.thing"),
     ]

@@ -1,13 +1,12 @@
 """`check`: whether the series is sound, one line per check."""
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from . import fetch, git, patchfile, stage, tree
 from .errors import Refusal
 from .project import Project
-from .series import PATCH_NAME, Series
+from .series import PATCH_NAME, Series, scratch_folder
 
 
 def listed(project: Project) -> list[str]:
@@ -83,8 +82,7 @@ def applies(project: Project) -> list[str]:
 
 def stable(project: Project) -> list[str]:
     """A tree made anew exports the very bytes that are in patches/."""
-    with tempfile.TemporaryDirectory(prefix="patchset-") as temporary:
-        scratch = Path(temporary).resolve()
+    with scratch_folder() as scratch:
         small_tree(project.series, fetch.ensure_source(project), scratch)
         fresh = tree.exported(scratch)
     problems = []

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,13 +50,17 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Runs one verb on the checkout at ``root``; returns the exit code."""
     options = parser().parse_args(argv)
     try:
-        return _run(options, Project.at(root))
+        code = _run(options, Project.at(root))
+        sys.stdout.flush()
+        return code
     except Refusal as refusal:
         print(f"patchset: {refusal}", file=sys.stderr)
+    except BrokenPipeError:  # the reader, `head` for one, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as fault:
         print(f"patchset: {fault.filename or 'the operation'}: {fault.strerror or fault}.", file=sys.stderr)
     except KeyboardInterrupt:
-        print("patchset: interrupted.", file=sys.stderr)
+        print("patchset: interrupted; no file is half-written, and the same command may be run again.", file=sys.stderr)
     return 1
 
 

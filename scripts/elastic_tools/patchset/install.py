@@ -136,7 +136,7 @@ def _refuse_unless_fresh(now: Status) -> None:
     if now.state == OTHER:
         raise Refusal(f"{site} has another version of the series, {(now.applied or '')[:12]}: revert it first.")
     if now.state == MODIFIED:
-        raise Refusal(f"{now.files[0]} was edited since the series was applied: save the edit, then revert.")
+        raise Refusal(Store(site).edit_in_the_way(now.files))
     if now.state == HALF and now.recorded:
         raise Refusal(f"{site} is half-applied: {now.files[0]} is as before, others are patched; revert it first.")
     if now.state == HALF:

@@ -1,10 +1,7 @@
 """The whole series as one mailbox, for a fork of vLLM to take with `git am`."""
 
-import tempfile
-from pathlib import Path
-
 from . import git, tree
-from .series import Series
+from .series import Series, scratch_folder
 
 _MESSAGE = """\
 elastic-kv: add the new modules
@@ -25,8 +22,7 @@ def build(series: Series) -> bytes:
     files = series.files()
     if not files:
         return b"".join(patches)
-    with tempfile.TemporaryDirectory(prefix="patchset-") as temporary:
-        scratch = Path(temporary).resolve()
+    with scratch_folder() as scratch:
         git.init(scratch)
         git.commit_all(scratch, "base")
         git.output("tag", tree.BASE, cwd=scratch)

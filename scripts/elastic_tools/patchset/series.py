@@ -1,8 +1,11 @@
 """The series as it lies in ``patches/``: an ordered list of patches, and a folder of new files."""
 
+import contextlib
 import hashlib
 import os
 import re
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +21,28 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+@contextlib.contextmanager
+def naming(place: Path) -> Iterator[None]:
+    """Gives a failing system call that names no file, as a write on a full disk, the name of ``place``."""
+    try:
+        yield
+    except OSError as fault:
+        fault.filename = fault.filename or str(place)
+        raise
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder; it goes when the block ends."""
+    with tempfile.TemporaryDirectory(prefix="patchset-") as temporary, naming(Path(temporary)):
+        yield Path(temporary).resolve()
+
+
 def atomic_write(path: Path, data: bytes) -> None:
     """Puts ``data`` at ``path`` whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with naming(path), open(temporary, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

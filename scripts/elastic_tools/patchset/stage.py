@@ -1,13 +1,12 @@
 """Works out what the series makes of a set of files, in a scratch repository, without touching the files."""
 
 import re
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import git
 from .errors import Refusal
-from .series import Series
+from .series import Series, scratch_folder
 
 _CHECKING = re.compile(r"Checking patch (\S+?)\.\.\.$")
 _MOVED = re.compile(r"Hunk #(\d+) succeeded at (\d+) \((.*offset (-?\d+) lines?.*)\)")
@@ -30,9 +29,8 @@ def stage(series: Series, source: Path, reverse: bool = False) -> Staged:
     """Applies the series to copies of the files under ``source``; raises :class:`Misfit` where a hunk does not fit."""
     staged = Staged()
     patches = series.patches()
-    with tempfile.TemporaryDirectory(prefix="patchset-") as temporary:
+    with scratch_folder() as scratch:
         # A repository of its own: inside another one `git apply` would skip paths without a word.
-        scratch = Path(temporary).resolve()
         git.init(scratch)
         for path in series.touched():
             original, copy = source / path, scratch / path
@@ -45,7 +43,7 @@ def stage(series: Series, source: Path, reverse: bool = False) -> Staged:
             result = git.run("apply", "--verbose", "--whitespace=nowarn", *way, "-", cwd=scratch, stdin=patch.data)
             report = result.stderr.decode("utf-8", "replace").splitlines()
             if result.returncode:
-                raise Misfit(_why(patch.name, report))
+                raise Misfit(_why(patch.name, report, scratch))
             staged.moved += _moved(patch.name, report)
         for path in series.touched():
             copy = scratch / path
@@ -55,12 +53,14 @@ def stage(series: Series, source: Path, reverse: bool = False) -> Staged:
     return staged
 
 
-def _why(patch: str, report: list[str]) -> str:
+def _why(patch: str, report: list[str], scratch: Path) -> str:
     for line in report:
         if match := _FAILED.match(line):
-            return (
-                f"{match[1]}, hunk at line {match[2]}, does not fit: the file differs there from what {patch} expects."
-            )
+            where = f"{match[1]}, hunk at line {match[2]}, does not fit"
+            lines = (scratch / match[1]).read_bytes().splitlines(keepends=True)
+            if lines and all(one.endswith(b"\r\n") for one in lines):
+                return f"{where}: the file has CRLF line ends, and upstream's are LF; convert it first."
+            return f"{where}: the file differs there from what {patch} expects; docs/rebasing.md says what to do."
     errors = [line.removeprefix("error: ") for line in report if line.startswith("error: ")]
     return f"{patch} does not apply: {(errors or ['git gives no reason'])[0]}."
 

@@ -2,14 +2,14 @@
 
 import ast
 import re
-import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from . import git
 from .patchfile import Patch
-from .series import Series
+from .series import Series, scratch_folder
 from .target import Target
 
 _HUNK = re.compile(rb"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@ ?(.*)")
@@ -54,8 +54,7 @@ def survey(series: Series, target: Target) -> Survey:
     files = series.files()
     own = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in files}
     hunks: list[Hunk] = []
-    with tempfile.TemporaryDirectory(prefix="patchset-") as temporary:
-        scratch = Path(temporary).resolve()
+    with scratch_folder() as scratch:
         for path in series.touched():
             if (target.site / path).is_file():
                 (scratch / path).parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +151,19 @@ def _has(site: Path, wanted: str) -> bool:
     file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     if not file.is_file():
         return False
-    return name in _definitions(file.read_text())
+    source = file.read_text()
+    package = module if folder.is_dir() else module.rpartition(".")[0]
+    return name in _definitions(source) or any(_has(site, f"{star}.{name}") for star in _stars(source, package))
+
+
+def _stars(source: str, package: str) -> Iterator[str]:
+    """The modules of vLLM from which a module of ``package`` takes everything."""
+    for node in ast.walk(_parsed(source)):
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            star = ".".join([*base, *filter(None, [node.module])])
+            if star.startswith("vllm."):
+                yield star
 
 
 def _definitions(source: str) -> set[str]:

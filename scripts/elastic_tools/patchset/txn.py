@@ -164,11 +164,17 @@ class Store:
         """Files that are neither as before nor as after."""
         return [entry.path for entry in plan.entries if self.now(entry.path) not in (entry.before, entry.after)]
 
+    def edit_in_the_way(self, edited: list[str]) -> str:
+        """What to tell a user whose edits of files of the series nothing may overwrite."""
+        path, others = edited[0], f" ({len(edited) - 1} more)" if len(edited) > 1 else ""
+        kept = self.state / "before" / path
+        way = f"copy {kept} over it" if kept.exists() else "remove it"
+        return f"{path}{others} was edited since the series was applied: save it elsewhere, {way}, then revert."
+
     def restore(self, plan: Plan) -> None:
         """Puts everything back as it was before ``plan``, from whatever point between before and after."""
         if edited := self.edited(plan):
-            more = f" and {len(edited) - 1} more" if len(edited) > 1 else ""
-            raise Refusal(f"{edited[0]}{more} was edited since the series was applied: save the edit elsewhere first.")
+            raise Refusal(self.edit_in_the_way(edited))
         back = [entry for entry in plan.entries if self.now(entry.path) != entry.before]
         for entry in back:
             kept = self.state / "before" / entry.path
