@@ -8,7 +8,7 @@ from pathlib import Path
 from .facts import ROOT
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PROGRAMS = r"(?:make|git|vllm|curl|pip|docker|ray|apt|python3|docker/apply|scripts/[a-z-]+)"
+PROGRAMS = r"(?:make|git|vllm|curl|pip|docker|ray|apt|python3|docker/apply|\.venv/bin/pip|scripts/[a-z-]+)"
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*{PROGRAMS}(?: .*)?")
 TABLE = tomllib.loads((Path(__file__).parent / "commands.toml").read_text())
 
