@@ -12,11 +12,15 @@ from pathlib import Path
 from elastic_tools.patchset.project import Project
 from elastic_tools.pins import ROOT, pins
 
-BUILDERS = ("docker", "podman", "buildah")
 NAME = "elastic-kv-vllm"
 # buildah as it works inside another container, without an engine and without a network of its own
 BUILDAH = ("buildah", "--storage-driver", "vfs")
-BUILDAH_BUILD = ("--isolation", "chroot", "--network", "host", "--format", "docker")  # OCI's format has no HEALTHCHECK
+# How each begins a build. Docker's image format, since OCI's has no HEALTHCHECK, and podman and buildah would drop ours.
+BUILD = {
+    "docker": ("docker", "build"),
+    "podman": ("podman", "build", "--format", "docker"),
+    "buildah": (*BUILDAH, "build", "--isolation", "chroot", "--network", "host", "--format", "docker"),
+}
 
 
 class ImageError(Exception):
@@ -25,7 +29,7 @@ class ImageError(Exception):
 
 def builder(works: Callable[[str], bool]) -> str:
     """The first builder that works."""
-    for name in BUILDERS:
+    for name in BUILD:
         if works(name):
             return name
     raise ImageError("none of docker, podman and buildah works here; on Debian: apt-get install buildah.")
@@ -73,9 +77,8 @@ def build_command(target: str, name: str, base: str | None, options: Sequence[st
     given = arguments(target)
     if base is not None:
         given[f"{target.upper()}_BASE"] = base
-    start = [*BUILDAH, "build", *BUILDAH_BUILD] if name == "buildah" else [name, "build"]
     file = ["--file", str(ROOT / "docker" / "Dockerfile"), "--target", target, "--tag", tag(target)]
-    return [*start, *file, *(f"--build-arg={key}={value}" for key, value in given.items()), *options]
+    return [*BUILD[name], *file, *(f"--build-arg={key}={value}" for key, value in given.items()), *options]
 
 
 def tag(target: str) -> str:
