@@ -15,7 +15,7 @@ from elastic_tools.pins import ROOT, pins
 NAME = "elastic-kv-vllm"
 # buildah as it works inside another container, without an engine and without a network of its own
 BUILDAH = ("buildah", "--storage-driver", "vfs")
-# How each begins a build. Docker's image format, since OCI's has no HEALTHCHECK, and podman and buildah would drop ours.
+# How each begins a build. podman and buildah are told docker's format, since OCI's has no HEALTHCHECK.
 BUILD = {
     "docker": ("docker", "build"),
     "podman": ("podman", "build", "--format", "docker"),

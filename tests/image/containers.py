@@ -2,20 +2,19 @@
 
 import json
 import os
-import shutil
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_tools.image import works
 from support.servers import START_SECONDS, Server
 
 IMAGE = os.environ.get("ELASTIC_KV_IMAGE")  # `make image-test` sets it
 MODEL = "/models/model"  # where a container finds the model that it is given
 KEY = "a-test-key"
+# An engine starts in a /dev/shm of 160 MiB or more; what containers have by default is 64.
+OPTIONS = ("--detach", "--publish=127.0.0.1::8000", "--shm-size=1g")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto", "VLLM_API_KEY": KEY}
 
 
@@ -90,7 +89,7 @@ class EngineContainer(Container):
 
     def start(self, *arguments: str, **environment: str) -> None:
         variables = [f"--env={name}={value}" for name, value in (ENVIRONMENT | environment).items()]
-        options = ["--detach", f"--name={self.name}", "--publish=127.0.0.1::8000", *self.options, *variables]
+        options = [*OPTIONS, f"--name={self.name}", *self.options, *variables]
         self.ask("run", *options, str(IMAGE), *arguments)
         self.server = server_at(self.ask("port", self.name, "8000/tcp").split()[0])
 
@@ -130,12 +129,3 @@ def ask(*command: str) -> str:
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, f"{' '.join(command)}:\n{result.stderr[-4000:]}"
     return result.stdout.strip()
-
-
-def compose_command() -> Sequence[str] | None:
-    """What runs compose files with an engine that works, if anything does."""
-    if works("docker") and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0:
-        return ["docker", "compose"]
-    if works("podman") and shutil.which("podman-compose"):
-        return ["podman-compose"]
-    return None

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -187,11 +188,39 @@ def test_a_second_signal_while_the_server_drains_changes_nothing(container):
 
 
 def test_a_worker_is_a_ray_node_and_nothing_else(container):
-    process = container.start(RAY_MODE="worker", RAY_HEAD="head:6379", RAY_SLOTS="1")
+    process = container.start(RAY_MODE="worker", RAY_HEAD="127.0.0.1:1", RAY_SLOTS="1")
     container.wait_for("ray start")
     process.send_signal(signal.SIGTERM)
     assert ended(process) == 0
-    assert container.said() == ["ray start --block --address head:6379 --num-gpus 1", "ray got TERM"]
+    assert container.said() == ["ray start --block --address 127.0.0.1:1 --num-gpus 1", "ray got TERM"]
+
+
+def test_a_worker_goes_after_its_head(container):
+    """Where both are asked to stop at once, the requests under way at the head need this node's rank."""
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        process = container.start(RAY_MODE="worker", RAY_HEAD=address, DRAIN_SECONDS="600")
+        container.wait_for("ray start")
+        process.send_signal(signal.SIGTERM)
+        head.accept()  # it looks whether the head is there
+        assert container.said() == [f"ray start --block --address {address}"]
+    assert ended(process) == 0
+    assert container.said()[-1] == "ray got TERM"
+
+
+def test_a_worker_does_not_wait_for_its_head_forever(container):
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        process = container.start(RAY_MODE="worker", RAY_HEAD=address, DRAIN_SECONDS="1")
+        container.wait_for("ray start")
+        process.send_signal(signal.SIGTERM)
+        assert ended(process) == 0
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_worker_ends_with_its_ray_node(container, status):
+    container.program("ray", NOTE + f"exit {status}\n")
+    assert ended(container.start(RAY_MODE="worker", RAY_HEAD="127.0.0.1:1")) == status
 
 
 def test_a_server_that_joins_a_cluster(container):

@@ -1,0 +1,77 @@
+"""Two containers of the cpu image, brought up with compose: two Ray nodes, each with a rank of one engine."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from elastic_tools.model import padded_heads
+
+from .compose import Stack, compose_command
+from .containers import IMAGE
+
+pytestmark = pytest.mark.skipif(not IMAGE, reason="runs a container image: make image, then make image-test")
+DEAD_RANK_SECONDS = 300  # docs/operating.md: VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+LONG = {"model": "m", "prompt": "Once", "max_tokens": 64, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def stack(tmp_path):
+    command = compose_command()
+    if command is None:
+        pytest.skip("neither docker compose nor podman-compose works here")
+    one = Stack(command, tmp_path, padded_heads(tmp_path / "model"))
+    try:
+        one.up()
+        one.wait_for_health(True)
+        yield one
+    finally:
+        one.end()
+        assert one.containers() == {}
+
+
+def rank_nodes(stack):
+    """The addresses of the Ray nodes on which the ranks are, as Ray has it."""
+    code = (
+        "import ray, ray._private.state as s; ray.init('auto', log_to_driver=False);"
+        "nodes = {n['NodeID']: n['NodeManagerAddress'] for n in ray.nodes()};"
+        "print(*sorted(nodes[a['Address']['NodeID']] for a in s.actors().values() if a['State'] == 'ALIVE'))"
+    )
+    return stack.ask("exec", stack.name("head"), "python3", "-c", code).splitlines()[-1].split()
+
+
+def test_two_nodes_serve_resize_and_stop(stack):
+    server = stack.server()
+    assert "Paris" in server.complete("The capital of France is")
+    for fraction in (0.05, 0.5, 0.1):
+        resized = server.resize(fraction=fraction)
+        assert resized["outcome"] == "done"
+        state = server.state()
+        assert state["blocks"]["resident"] == resized["to"]
+        assert [rank["rank"] for rank in state["ranks"]] == [0, 1]
+        assert len({rank["resident_bytes"] for rank in state["ranks"]}) == 1
+    assert rank_nodes(stack) == sorted([stack.address("head"), stack.address("worker")])
+    assert "Paris" in server.complete("The capital of France is")
+
+    # Both are asked to stop at once; a request that is under way is answered to its end, by both ranks.
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(server.call, "POST", "/v1/completions", LONG)
+        deadline = time.monotonic() + 60
+        while server.state()["blocks"]["used"] == 0 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert stack.compose("stop").returncode == 0
+        status, answer = asked.result()
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 64), answer
+    assert [stack.state(service)["ExitCode"] for service in ("head", "worker")] == [0, 0]
+    assert stack.compose("down").returncode == 0
+    assert stack.containers() == {}
+
+
+def test_a_node_that_dies_is_seen_and_replaced(stack):
+    """Without its rank the server ends, and both are started anew, as the restart policy says."""
+    server = stack.server()
+    assert "Paris" in server.complete("The capital of France is")
+    stack.ask("kill", stack.name("worker"))
+    stack.wait_for_health(False, DEAD_RANK_SECONDS)
+    stack.ask("start", stack.name("worker"))  # the engine leaves alone what was killed by hand
+    stack.wait_for_health(True)
+    assert "Paris" in stack.server().complete("The capital of France is")
