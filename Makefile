@@ -27,7 +27,7 @@ smoke: ## Tell within minutes whether a server works, on a GPU or a CPU (ARGS='.
 image: ## Build a container image (TARGET=cpu or cuda, ARGS='...' for scripts/image build)
 	@scripts/image build $(or $(TARGET),cpu) $(ARGS)
 
-image-test: setup ## Run the cpu image that was built: it answers, resizes, drains and stops
+image-test: setup ## Run the cpu image that was built, alone and as two nodes: it answers, resizes, drains and stops
 	@ELASTIC_KV_IMAGE=$$(scripts/image names | head -n 1) $(PY) -m pytest tests/image $(ARGS)
 
 test: ## Run all tests (ARGS='...' for pytest)

@@ -1,6 +1,7 @@
 """Builds the images of `docker/Dockerfile` with docker, podman or buildah, whichever works. Standard library only."""
 
 import argparse
+import json
 import shlex
 import shutil
 import subprocess
@@ -95,6 +96,34 @@ def build(target: str, base: str | None, options: Sequence[str]) -> None:
     say(f"built {tag(target)}")
 
 
+def pin(target: str) -> None:
+    """Writes the digest that the base of an image has now beside its tag, where the base is named."""
+    old = pins()["image"][target]
+    tagged = old.partition("@")[0]
+    new = f"{tagged}@{digest(builder(works), tagged)}"
+    for path in (ROOT / "configs" / "pins.toml", ROOT / "docker" / "Dockerfile"):
+        path.write_text(path.read_text().replace(old, new))
+    say(f"pinned {new}")
+
+
+def digest(name: str, reference: str) -> str:
+    """What a registry has under a tag, as `sha256:...`. The image is pulled, which the build needs anyway.
+
+    Args:
+        name: Of the builder.
+        reference: The image, by tag.
+
+    """
+    if name == "buildah":
+        run([*BUILDAH, "pull", reference], capture=True)
+        return run([*BUILDAH, "inspect", "--type=image", "--format={{.FromImageDigest}}", reference], capture=True)
+    run([name, "pull", reference])
+    told = json.loads(run([name, "image", "inspect", "--format={{json .RepoDigests}}", reference], capture=True))
+    if not told:
+        raise ImageError(f"{reference} has no digest: it was made here, not pulled.")
+    return str(told[0].partition("@")[2])
+
+
 def context(into: Path) -> None:
     """Copies what the Dockerfile may take: files that git tracks or would, not what was made beside them."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--"]
@@ -144,12 +173,16 @@ def main(argv: Sequence[str]) -> int:
     base = verbs.add_parser("base", help="make a Debian base image with debootstrap and buildah")
     base.add_argument("--release", default="bookworm")
     base.add_argument("--mirror", default="http://deb.debian.org/debian")
+    digests = verbs.add_parser("pin", help="pin a base by the digest that its tag has now")
+    digests.add_argument("target", choices=["cpu", "cuda"])
     verbs.add_parser("names", help="print the names of the images")
     cut = list(argv).index("--") if "--" in argv else len(argv)
     chosen, options = top.parse_args(argv[:cut]), argv[cut + 1 :]
     try:
         if chosen.verb == "build":
             build(chosen.target, chosen.base, options)
+        elif chosen.verb == "pin":
+            pin(chosen.target)
         elif chosen.verb == "base":
             make_base(chosen.release, chosen.mirror)
         else:

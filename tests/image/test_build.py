@@ -1,10 +1,12 @@
 """How the images are built, and that the Dockerfile says what the pins say. Nothing is built here."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from elastic_tools import image
@@ -21,7 +23,7 @@ def test_the_defaults_of_the_dockerfile_are_the_pins(target):
 
 
 def test_the_cuda_base_is_the_pinned_release():
-    assert pins()["image"]["cuda"].endswith(f":v{pins()['vllm']['version']}")
+    assert pins()["image"]["cuda"].partition("@")[0].endswith(f":v{pins()['vllm']['version']}")
 
 
 def test_every_argument_is_used():
@@ -53,6 +55,7 @@ def test_no_builder():
     ("name", "begin"),
     [
         ("docker", ["docker", "build", "--file"]),
+        ("podman", ["podman", "build", "--format", "docker", "--file"]),
         ("buildah", ["buildah", "--storage-driver", "vfs", "build", "--isolation", "chroot"]),
     ],
 )
@@ -63,6 +66,55 @@ def test_what_is_run(name, begin):
     assert command[command.index("--target") + 1] == "cuda"
     assert command[command.index("--tag") + 1] == f"elastic-kv-vllm:{pins()['vllm']['version']}-cuda"
     assert command[-1] == "--pull"
+
+
+DIGEST = "sha256:" + "1a" * 32
+OTHER = "sha256:" + "2b" * 32
+
+
+@pytest.fixture
+def registry(tmp_path, monkeypatch):
+    """A builder that pulls what a tag has now, beside copies of the files that name the bases."""
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "docker").mkdir()
+    (tmp_path / "configs" / "pins.toml").write_text("[image]\n# a comment\ncpu = 'debian:12'\ncuda = 'vllm:v1'\n")
+    (tmp_path / "docker" / "Dockerfile").write_text("ARG CPU_BASE=debian:12\nARG CUDA_BASE=vllm:v1\n")
+    monkeypatch.setattr(image, "ROOT", tmp_path)
+    monkeypatch.setattr(image, "pins", lambda: tomllib.loads((tmp_path / "configs" / "pins.toml").read_text()))
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+
+    def program(name, digest):
+        monkeypatch.setattr(image, "works", lambda other: other == name)
+        inspected = digest if name == "buildah" else json.dumps([f"docker.io/library/vllm@{digest}"] if digest else [])
+        file = tmp_path / "bin" / name
+        file.write_text(
+            f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncase "$*" in *inspect*) echo \'{inspected}\';; esac\n'
+        )
+        file.chmod(0o755)
+        return tmp_path
+
+    return program
+
+
+@pytest.mark.parametrize("name", ["docker", "podman", "buildah"])
+def test_a_base_is_pinned_by_its_digest_and_again_when_the_tag_has_moved(registry, name):
+    for digest in (DIGEST, OTHER):
+        folder = registry(name, digest)
+        assert image.main(["pin", "cuda"]) == 0
+        pinned = (folder / "configs" / "pins.toml").read_text()
+        assert pinned == f"[image]\n# a comment\ncpu = 'debian:12'\ncuda = 'vllm:v1@{digest}'\n"
+        dockerfile = (folder / "docker" / "Dockerfile").read_text()
+        assert dockerfile == f"ARG CPU_BASE=debian:12\nARG CUDA_BASE=vllm:v1@{digest}\n"
+        assert "pull vllm:v1\n" in (folder / "asked").read_text()  # the tag, not what it was pinned to
+
+
+def test_an_image_that_no_registry_has_is_not_pinned(registry, capsys):
+    folder = registry("podman", "")
+    before = (folder / "configs" / "pins.toml").read_text()
+    assert image.main(["pin", "cuda"]) == 1
+    assert "vllm:v1 has no digest" in capsys.readouterr().err
+    assert (folder / "configs" / "pins.toml").read_text() == before
 
 
 def test_the_context_holds_what_is_copied_and_nothing_that_was_made(tmp_path):

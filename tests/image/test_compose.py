@@ -32,11 +32,10 @@ def stack(tmp_path):
 def rank_nodes(stack):
     """The addresses of the Ray nodes on which the ranks are, as Ray has it."""
     code = (
-        "import ray, ray._private.state as s; ray.init('auto', log_to_driver=False);"
-        "nodes = {n['NodeID']: n['NodeManagerAddress'] for n in ray.nodes()};"
-        "print(*sorted(nodes[a['Address']['NodeID']] for a in s.actors().values() if a['State'] == 'ALIVE'))"
+        "import ray, ray._private.state as state; ray.init('auto', log_to_driver=False);"
+        "print(*(one['Address']['IPAddress'] for one in state.actors().values() if one['State'] == 'ALIVE'))"
     )
-    return stack.ask("exec", stack.name("head"), "python3", "-c", code).splitlines()[-1].split()
+    return sorted(stack.ask("exec", stack.name("head"), "python3", "-c", code).split())
 
 
 def test_two_nodes_serve_resize_and_stop(stack):
