@@ -14,12 +14,15 @@ DEAD_RANK_SECONDS = 300  # docs/operating.md: VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
 LONG = {"model": "m", "prompt": "Once", "max_tokens": 64, "temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture
-def stack(tmp_path):
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    """Up for all tests of this file, which are in the order of a cluster's life."""
     command = compose_command()
     if command is None:
         pytest.skip("neither docker compose nor podman-compose works here")
-    one = Stack(command, tmp_path, padded_heads(tmp_path / "model"))
+    folder = tmp_path_factory.mktemp("stack")
+    folder.chmod(0o755)  # the containers' user reads the model
+    one = Stack(command, folder, padded_heads(folder / "model"))
     try:
         one.up()
         one.wait_for_health(True)
@@ -29,7 +32,7 @@ def stack(tmp_path):
         assert one.containers() == {}
 
 
-def rank_nodes(stack):
+def rank_addresses(stack):
     """The addresses of the Ray nodes on which the ranks are, as Ray has it."""
     code = (
         "import ray, ray._private.state as state; ray.init('auto', log_to_driver=False);"
@@ -38,9 +41,13 @@ def rank_nodes(stack):
     return sorted(stack.ask("exec", stack.name("head"), "python3", "-c", code).split())
 
 
-def test_two_nodes_serve_resize_and_stop(stack):
+def test_a_rank_on_each_node(stack):
+    assert rank_addresses(stack) == sorted([stack.address("head"), stack.address("worker")])
+    assert "Paris" in stack.server().complete("The capital of France is")
+
+
+def test_a_resize_is_one_transaction_over_both_nodes(stack):
     server = stack.server()
-    assert "Paris" in server.complete("The capital of France is")
     for fraction in (0.05, 0.5, 0.1):
         resized = server.resize(fraction=fraction)
         assert resized["outcome"] == "done"
@@ -48,29 +55,30 @@ def test_two_nodes_serve_resize_and_stop(stack):
         assert state["blocks"]["resident"] == resized["to"]
         assert [rank["rank"] for rank in state["ranks"]] == [0, 1]
         assert len({rank["resident_bytes"] for rank in state["ranks"]}) == 1
-    assert rank_nodes(stack) == sorted([stack.address("head"), stack.address("worker")])
     assert "Paris" in server.complete("The capital of France is")
 
-    # Both are asked to stop at once; a request that is under way is answered to its end, by both ranks.
+
+def test_a_node_that_dies_is_seen_and_replaced(stack):
+    """Without its rank the server ends; both containers are started anew, as their restart policy says."""
+    stack.ask("kill", stack.name("worker"))
+    stack.wait_for_health(False, DEAD_RANK_SECONDS)
+    stack.ask("start", stack.name("worker"))  # docker leaves alone what was killed by hand
+    stack.wait_for_health(True)
+    assert "Paris" in stack.server().complete("The capital of France is")
+
+
+def test_both_drain_and_stop(stack):
+    """Asked to stop at once; a request that is under way is answered to its end, by both ranks."""
+    server = stack.server()
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(server.call, "POST", "/v1/completions", LONG)
         deadline = time.monotonic() + 60
         while server.state()["blocks"]["used"] == 0 and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert stack.compose("stop").returncode == 0
+        stopped = stack.compose("stop")
         status, answer = asked.result()
+    assert stopped.returncode == 0, stopped.stderr[-4000:]
     assert (status, answer["usage"]["completion_tokens"]) == (200, 64), answer
     assert [stack.state(service)["ExitCode"] for service in ("head", "worker")] == [0, 0]
     assert stack.compose("down").returncode == 0
     assert stack.containers() == {}
-
-
-def test_a_node_that_dies_is_seen_and_replaced(stack):
-    """Without its rank the server ends, and both are started anew, as the restart policy says."""
-    server = stack.server()
-    assert "Paris" in server.complete("The capital of France is")
-    stack.ask("kill", stack.name("worker"))
-    stack.wait_for_health(False, DEAD_RANK_SECONDS)
-    stack.ask("start", stack.name("worker"))  # the engine leaves alone what was killed by hand
-    stack.wait_for_health(True)
-    assert "Paris" in stack.server().complete("The capital of France is")
