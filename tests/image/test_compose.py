@@ -21,7 +21,6 @@ def stack(tmp_path_factory):
     if command is None:
         pytest.skip("neither docker compose nor podman-compose works here")
     folder = tmp_path_factory.mktemp("stack")
-    folder.chmod(0o755)  # the containers' user reads the model
     one = Stack(command, folder, padded_heads(folder / "model"))
     try:
         one.up()

@@ -76,7 +76,7 @@ def test_the_entrypoint_knows_every_variable(who, environment):
 def test_the_entrypoint_documents_what_it_reads():
     known = set(re.findall(r"^#   ([A-Z_]+) ", ENTRYPOINT, re.MULTILINE))
     read = set(re.findall(r"\$\{?([A-Z][A-Z_]+)", ENTRYPOINT))
-    assert read - {"BASH_SOURCE", "RAY_POLL_SECONDS"} <= known
+    assert read - {"BASH_SOURCE", "RAY_POLL_SECONDS", "SECONDS"} <= known
 
 
 def test_the_head_waits_for_as_many_nodes_as_there_are():
@@ -98,10 +98,30 @@ def test_images_profiles_and_versions_are_those_of_the_repository():
     assert f"rayVersion: {pins()['packages']['ray']}" in kuberay
 
 
-def test_the_server_has_longer_to_stop_than_to_drain():
-    compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]["head"]
-    assert int(compose["stop_grace_period"].removesuffix("s")) > int(compose["environment"]["DRAIN_SECONDS"])
+def test_every_node_has_longer_to_stop_than_to_drain():
+    compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
     _, cluster = yaml.safe_load_all((ROOT / "configs" / "kuberay.yaml").read_text())
-    pod = cluster["spec"]["headGroupSpec"]["template"]["spec"]
-    drain = environments()["kuberay ray-head"]["DRAIN_SECONDS"]
-    assert pod["terminationGracePeriodSeconds"] > int(drain)
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    times = {f"compose {name}": int(one["stop_grace_period"].removesuffix("s")) for name, one in compose.items()}
+    for pod in (group["template"]["spec"] for group in groups):
+        times[f"kuberay {pod['containers'][0]['name']}"] = pod["terminationGracePeriodSeconds"]
+    drains = {who: int(environment["DRAIN_SECONDS"]) for who, environment in environments().items()}
+    assert times.keys() == drains.keys()
+    assert all(times[who] > drains[who] for who in times)
+
+
+def test_without_gpus_each_node_lends_a_rank_and_none_asks_for_a_gpu():
+    class Loader(yaml.SafeLoader):
+        """Knows the tag with which one compose file takes away what another says."""
+
+    Loader.add_constructor("!reset", lambda loader, node: "reset")
+    base = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+    cpu = yaml.load((ROOT / "docker" / "compose.cpu.yaml").read_text(), Loader)["services"]
+    assert {name for name, service in base.items() if "gpus" in service} == set(cpu)
+    for service in cpu.values():
+        assert service["gpus"] == "reset"
+        assert service["environment"] == {"RAY_SLOTS": "1"}
+        assert tag("cpu") in service["image"]
+    wanted = yaml.safe_load((ROOT / "configs" / "profiles" / "tp-ray-cpu.yaml").read_text())
+    assert wanted["tensor-parallel-size"] == len(cpu)
+    assert "tp-ray-cpu" in cpu["head"]["command"][-1]
