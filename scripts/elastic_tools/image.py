@@ -100,7 +100,9 @@ def pin(target: str) -> None:
     """Writes the digest that the base of an image has now beside its tag, where the base is named."""
     old = pins()["image"][target]
     tagged = old.partition("@")[0]
-    new = f"{tagged}@{digest(builder(works), tagged)}"
+    name = builder(works)
+    new = f"{tagged}@{digest(name, tagged)}"
+    run([*(BUILDAH if name == "buildah" else [name]), "pull", new])  # what the registry does not know ends it here
     for path in (ROOT / "configs" / "pins.toml", ROOT / "docker" / "Dockerfile"):
         path.write_text(path.read_text().replace(old, new))
     say(f"pinned {new}")
