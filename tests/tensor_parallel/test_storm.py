@@ -5,6 +5,9 @@ Processes of one engine are stormed by `make storm ARGS='-- --tensor-parallel-si
 
 import asyncio
 import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from elastic_tools.model import tiny_llama
@@ -29,19 +32,23 @@ SETTINGS = Settings(
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ray")
     model = str(tiny_llama(folder / "model", layers=24, heads=4, kv_heads=2))
-    options = ("--elastic-kv-config", SIZES, "--tensor-parallel-size", "2", *LIMITS)
+    options = ("--elastic-kv-config", SIZES, "--tensor-parallel-size", "2", *LIMITS, "--shutdown-timeout", "300")
     backend = ("--distributed-executor-backend", "ray")
     with (
         no_shared_memory_left(),
         two_nodes(ray_environment(engine_environment())) as environment,
         serving(folder / "log", *options, *backend, model=model, key=KEY, environment=environment) as server,
     ):
-        # Ray's workers are children of its nodes, which are children of this process.
-        target = Target(server.url, KEY, os.getpid(), server.log)
-        yield asyncio.run(storm(target, SETTINGS))
+        yield server
+
+
+@pytest.fixture(scope="module")
+def seen(server):
+    # Ray's workers are children of its nodes, which are children of this process.
+    return asyncio.run(storm(Target(server.url, KEY, os.getpid(), server.log), SETTINGS))
 
 
 @pytest.mark.parametrize("check", Verdict.__dataclass_fields__)
@@ -54,3 +61,15 @@ def test_it_holds(seen, check):
 def test_both_ranks_were_within_reach(seen):
     workers = [one for one in seen.after if one.cache_bytes is not None]
     assert [one.cache_bytes for one in workers] == 2 * [seen.sizes.start * seen.sizes.block_bytes]
+
+
+def test_a_request_under_way_is_answered_after_sigterm(server):
+    """`ray.init` put its own handler in place of the engine's, which ended the engine at once. Comes last."""
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(server.complete, "The tide tables of", 200)
+        deadline = time.monotonic() + 60
+        while server.state()["blocks"]["used"] == 0 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        server.process.send_signal(signal.SIGTERM)
+        assert asked.result()
+    assert server.process.wait(120) == 0
