@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -105,12 +106,44 @@ def test_nothing_listens(tmp_path):
     assert "Connection refused" in next(iter(suite)).result[0].message
 
 
+@pytest.mark.parametrize(
+    ("url", "why"), [("no-such-host.invalid", "protocol"), ("http://no-such-host.invalid", "ConnectError")]
+)
+def test_an_address_that_is_none(tmp_path, url, why):
+    report = tmp_path / "junit.xml"
+    assert cli.main(["--url", url, "--junit", str(report)]) == 1
+    (suite,) = JUnitXml.fromfile(str(report))
+    assert why in next(iter(suite)).result[0].message
+
+
+@pytest.mark.parametrize("key", [None, "wrong"])
+def test_a_key_that_is_missing_or_wrong(tmp_path, monkeypatch, key):
+    if key:
+        monkeypatch.setenv("VLLM_API_KEY", key)
+    status, found = smoke(FakeServer(key="a-key"), tmp_path)
+    assert (status, [*found["failed"]]) == (1, ["completion"])
+    assert "answers 401" in found["failed"]["completion"]
+
+
 def test_the_time_is_bounded(tmp_path):
     begin = time.monotonic()
     status, found = smoke(FakeServer("hangs"), tmp_path, "--limit", "0.3")
     assert status == 1
-    assert found["failed"] == {"health": "the time for all checks was over", "time": "not done within 0 s"}
+    assert found["failed"] == dict.fromkeys(("health", "end"), "not done within 0.3 s")
     assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize(
+    ("signum", "why"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")], ids=["INT", "TERM"]
+)
+def test_a_signal_ends_it_with_a_report(tmp_path, monkeypatch, signum, why):
+    monkeypatch.setattr(checks.Client, "state", lambda self: signal.raise_signal(signum))
+    before = signal.getsignal(signum)
+    status, found = smoke(FakeServer(), tmp_path)
+    assert status == 1
+    assert found["failed"] == dict.fromkeys(("state", "end"), why)
+    assert [*found["passed"]] == ["health"]
+    assert signal.getsignal(signum) is before
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -210,6 +243,8 @@ def test_with_several_gpus_a_second_server_is_started_over_two_of_them(tmp_path,
         (["--url", "http://x", "--", "--tp", "2"], "a running server takes no options"),
         (["--log", "file"], "--log belongs to --url"),
         (["--limit", "0"], "seconds above 0"),
+        (["--junit", "/proc/nowhere/junit.xml"], "--junit /proc/nowhere/junit.xml cannot be written: "),
+        (["--junit", "/proc"], "--junit /proc cannot be written: Is a directory"),
     ],
 )
 def test_wrong_options(options, why, capsys):

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from elastic_tools.pins import CACHE
 from elastic_tools.smoke.checks import CHECKS, Smoke
 from elastic_tools.smoke.client import Client
 from elastic_tools.smoke.memory import gpus
-from elastic_tools.smoke.run import OutOfTime, add_error, add_skipped, run, time_limit, write
+from elastic_tools.smoke.run import Ended, add_error, add_skipped, may_be_ended, run, write
 
 FOLDER = CACHE / "smoke"
 ELASTIC = {"start": "512MiB", "capacity": "1GiB", "admin_api": True}
@@ -30,7 +29,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         prog="scripts/smoke",
         description="Asks a server with an elastic KV cache for answers and sizes, and reads its memory meanwhile. "
         "Without --url it starts a small one, and with several GPUs a second one over two of them.",
-        epilog="Exit status: 0 all checks hold, 1 one does not, 2 wrong options. "
+        epilog="Exit status: 0 all checks hold, 1 one does not or could not end, 2 wrong options. "
         "Options after -- go to the server that it starts; MODEL names its model, as for make serve.",
     )
     parser.add_argument("--url", help="a server that runs and is idle; VLLM_API_KEY holds its key, if it has one")
@@ -45,6 +44,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error("--log belongs to --url")
     if chosen.limit <= 0:
         parser.error("--limit takes seconds above 0")
+    try:  # now, and not when all is done
+        chosen.junit.parent.mkdir(parents=True, exist_ok=True)
+        chosen.junit.open("a").close()
+    except OSError as error:
+        parser.error(f"--junit {chosen.junit} cannot be written: {error.strerror}")
     return chosen
 
 
@@ -73,8 +77,7 @@ def start_and_check(title: str, options: tuple[str, ...], suite: TestSuite, name
 
 
 def everything(chosen: argparse.Namespace, suites: list[TestSuite]) -> None:
-    """Adds a suite for each server, as it is begun."""
-    suites.append(TestSuite("one server"))
+    """Adds to the suite of the first server, and one for a second, when it is begun."""
     if chosen.url:
         check("running server", chosen.url.rstrip("/"), chosen.log, suites[-1])
         return
@@ -91,15 +94,12 @@ def everything(chosen: argparse.Namespace, suites: list[TestSuite]) -> None:
 def main(arguments: list[str]) -> int:
     """Runs it. The exit status is 0 if everything holds."""
     chosen = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves through every `finally`
-    suites: list[TestSuite] = []
+    suites = [TestSuite("one server")]
     try:
-        with time_limit(chosen.limit):
+        with may_be_ended(chosen.limit):
             everything(chosen, suites)
-    except OutOfTime:
-        add_error(suites[-1], "time", f"not done within {chosen.limit:.0f} s", say)
-    except KeyboardInterrupt:
-        add_error(suites[-1], "time", "interrupted", say)
+    except Ended as why:
+        add_error(suites[-1], "end", str(why), say)
     holds = write(suites, chosen.junit)
     say(f"{'everything holds' if holds else 'FAILED'}; wrote {chosen.junit}")
     return int(not holds)

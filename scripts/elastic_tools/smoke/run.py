@@ -16,24 +16,30 @@ from elastic_tools.smoke.client import Failed, Skipped
 FOUNDATIONS = ("health", "state", "completion")  # without these, the others cannot be told
 
 
-class OutOfTime(BaseException):
-    """The time for all checks is over."""
+class Ended(BaseException):
+    """It is to end at once, whatever it waits for; the message says why."""
 
 
 @contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raises `OutOfTime` in the block when the time is over, whatever it waits for. In the main thread alone."""
+def may_be_ended(seconds: float) -> Iterator[None]:
+    """Raises `Ended` in the block when the time is over, and on Ctrl-C and SIGTERM. In the main thread alone."""
+    reasons = {
+        signal.SIGALRM: f"not done within {seconds:g} s",
+        signal.SIGINT: "interrupted",
+        signal.SIGTERM: "ended by SIGTERM",
+    }
 
-    def over(*_: object) -> None:
-        raise OutOfTime
+    def end(signum: int, _: object) -> None:
+        raise Ended(reasons[signal.Signals(signum)])
 
-    before = signal.signal(signal.SIGALRM, over)
+    before = {number: signal.signal(number, end) for number in reasons}
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run(
@@ -54,8 +60,8 @@ def run(
                 case.result = [SkippedCase(str(reason))]
             except Failed as reason:
                 case.result = [Failure(str(reason))]
-            except OutOfTime:
-                case.result = [Error("the time for all checks was over")]
+            except Ended as why:
+                case.result = [Error(str(why))]
                 _add(suite, case, begin, say)
                 raise
             except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:  # no answer, or one of another form
