@@ -66,7 +66,7 @@ def test_both_ranks_were_within_reach(seen):
 def test_a_request_under_way_is_answered_after_sigterm(server):
     """`ray.init` put its own handler in place of the engine's, which ended the engine at once. Comes last."""
     with ThreadPoolExecutor() as pool:
-        asked = pool.submit(server.complete, "The tide tables of", 200)
+        asked = pool.submit(server.complete, "The tide tables of", 64)
         deadline = time.monotonic() + 60
         while server.state()["blocks"]["used"] == 0 and time.monotonic() < deadline:
             time.sleep(0.05)
