@@ -13,7 +13,7 @@ from support.servers import Server, engine_environment, wait_until_ready
 
 from .test_run import run
 
-SAMPLES = re.findall(r"^\$ (.*?)^(\{.*)$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+SAMPLES = re.findall(r"^\$ (.*?)\n(\{.*?)$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
 def keys(text: str) -> list[str]:
