@@ -58,7 +58,9 @@ def test_nothing_is_written(project, other):
 def test_names_that_the_new_modules_miss(project, other):
     files = project.series.path / "files"
     write(other, {"vllm/core/__init__.py": "from .pool_api import *\nfrom math import *\n"})
-    write(other, {"vllm/core/pool_api.py": "from vllm.core.lazy import *\n\ndef inner(): ...\n"})
+    write(
+        other, {"vllm/core/pool_api.py": "from vllm.core import *\nfrom vllm.core.lazy import *\n\ndef inner(): ...\n"}
+    )
     write(other, {"vllm/core/lazy.py": 'import os as system\n\ndef there(): ...\n\nTABLE = {"Late": 1}\n'})
     write(
         files,

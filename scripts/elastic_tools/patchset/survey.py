@@ -141,8 +141,8 @@ def _module_of(wanted: str, own: set[str]) -> bool:
     return wanted in own or wanted.rpartition(".")[0] in own
 
 
-def _has(site: Path, wanted: str) -> bool:
-    """Whether a module or a name in a module is there."""
+def _has(site: Path, wanted: str, through: frozenset[str] = frozenset()) -> bool:
+    """Whether a module or a name in a module is there. ``through``: modules that take everything from this one."""
     place = site / wanted.replace(".", "/")
     if place.is_dir() or place.with_suffix(".py").is_file():
         return True
@@ -153,7 +153,10 @@ def _has(site: Path, wanted: str) -> bool:
         return False
     source = file.read_text()
     package = module if folder.is_dir() else module.rpartition(".")[0]
-    return name in _definitions(source) or any(_has(site, f"{star}.{name}") for star in _stars(source, package))
+    through |= {module}
+    return name in _definitions(source) or any(
+        _has(site, f"{star}.{name}", through) for star in _stars(source, package) if star not in through
+    )
 
 
 def _stars(source: str, package: str) -> Iterator[str]:
