@@ -9,6 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 BASE, START, CAPACITY, CHUNK, BLOCK_BYTES = 2, 64, 128, 2, 1 << 20
 MODEL = "fake"
+PAGES = {  # of a server, or of what stands before it
+    "a page of HTML": (200, "<html>\n<body>\x1b Welcome </body>\n</html>"),
+    "500 to everything": (500, "<html>\n<body> Internal\x00Server\nError </body>\n</html>"),
+}
 
 
 class FakeServer:
@@ -17,6 +21,7 @@ class FakeServer:
     def __init__(self, fault: str | None = None, ranks: int = 1, driver: str = "host", key: str | None = None):
         self.fault, self.ranks, self.driver, self.key = fault, ranks, driver, key
         self.resident = START
+        self.gone = False
         self.resizes: list[tuple[str, str]] = []  # direction and outcome
         self.lock = threading.Lock()
 
@@ -76,6 +81,8 @@ class FakeServer:
 
     def resize(self, body: dict) -> tuple[int, dict]:
         blocks = body["blocks"]
+        if self.fault == "no admin API":
+            return 404, {"detail": "Not Found"}
         if self.fault == "a resize fails":
             return 500, {"error": {"message": "a rank is gone"}}
         if not BASE <= blocks <= CAPACITY and self.fault != "takes any size":
@@ -115,8 +122,27 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def refused(self, path: str) -> bool:
+        """Whether the request is dealt with here: by a server that is gone, a page, or for want of the key."""
+        fake = self.fake
+        if fake.gone or (fake.fault == "dies midway" and path == "/elastic_kv/resize"):
+            fake.gone = self.close_connection = True
+        elif fake.fault in PAGES and path != "/health":
+            self.answer(*PAGES[fake.fault], "text/html")
+        elif (
+            fake.key
+            and path.startswith(("/v1", "/elastic_kv/"))
+            and self.headers["Authorization"] != f"Bearer {fake.key}"
+        ):
+            self.answer(401, {"error": "Unauthorized"})
+        else:
+            return False
+        return True
+
     def do_GET(self):
         fake = self.fake
+        if self.refused(self.path):
+            return
         if self.path == "/health":
             if fake.fault == "hangs":
                 time.sleep(3)
@@ -134,8 +160,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.fake.key and self.headers["Authorization"] != f"Bearer {self.fake.key}":
-            self.answer(401, {"error": "Unauthorized"})
+        if self.refused(self.path):
             return
         if self.path == "/elastic_kv/resize":
             self.answer(*self.fake.resize(body))

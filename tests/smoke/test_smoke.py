@@ -1,5 +1,6 @@
 """The smoke test passes a good server, and finds each fault of a bad one, and that one alone."""
 
+import contextlib
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pynvml
 import pytest
 from docs.facts import metric_names
@@ -62,8 +64,10 @@ def test_two_ranks(tmp_path):
     ("fault", "failed", "why"),
     [
         ("unhealthy", "health", "GET /health answers 503"),
-        ("not elastic", "state", "GET /elastic_kv answers 404"),
-        ("no JSON", "state", "JSONDecodeError"),
+        ("a page of HTML", "health", "^GET /v1/models answers with something else than JSON: <html> <body> +Welcome "),
+        ("500 to everything", "health", "^GET /v1/models answers 500: <html> <body> Internal Server Error "),
+        ("not elastic", "state", "^the server has no elastic KV cache: GET /elastic_kv answers 404: "),
+        ("no JSON", "state", "^GET /elastic_kv answers with something else than JSON: <html>$"),
         ("another policy", "state", "takes static"),
         ("a block is lost", "state", r"free \+ used \+ cached"),
         ("an engine that is dead", "completion", "EngineDeadError"),
@@ -72,6 +76,8 @@ def test_two_ranks(tmp_path):
         ("a stream breaks off", "streaming", "broke off after 3 of 16"),
         ("a stream tells an error", "streaming", "the engine is dead"),
         ("a stream of one piece", "streaming", "in one piece"),
+        ("no admin API", "shrink", "^the server's cache cannot be resized over HTTP, which takes admin_api: "),
+        ("dies midway", "shrink", "^no answer from http://127.0.0.1:[0-9]+: RemoteProtocolError: "),
         ("a resize fails", "shrink", "a rank is gone"),
         ("a resize does nothing", "shrink", "16 blocks were asked for, 16 answered, 64 are there"),
         ("a resize stops half-way", "shrink", "came to partial: too little"),
@@ -91,7 +97,8 @@ def test_each_fault_is_found(tmp_path, fault, failed, why, capsys):
     first = next(name for name in ALL if name in found["failed"])
     assert first == failed
     assert re.search(why, found["failed"][failed])
-    assert f"FAILED   {failed}: " in capsys.readouterr().err
+    assert "\n" not in found["failed"][failed]
+    assert f"FAILED   {failed}: {found['failed'][failed]}" in capsys.readouterr().err
     if failed in ("health", "state", "completion"):
         after = ALL[ALL.index(failed) + 1 :]
         assert {name: f"not run, since {failed} failed" for name in after} == found["skipped"]
@@ -107,7 +114,13 @@ def test_nothing_listens(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("url", "why"), [("no-such-host.invalid", "protocol"), ("http://no-such-host.invalid", "ConnectError")]
+    ("url", "why"),
+    [
+        ("no-such-host.invalid", "protocol"),
+        ("ftp://127.0.0.1", "unsupported protocol"),
+        ("http://127.0.0.1:port", "InvalidURL: Invalid port: 'port'"),
+        ("http://no-such-host.invalid", "ConnectError"),
+    ],
 )
 def test_an_address_that_is_none(tmp_path, url, why):
     report = tmp_path / "junit.xml"
@@ -121,8 +134,19 @@ def test_a_key_that_is_missing_or_wrong(tmp_path, monkeypatch, key):
     if key:
         monkeypatch.setenv("VLLM_API_KEY", key)
     status, found = smoke(FakeServer(key="a-key"), tmp_path)
-    assert (status, [*found["failed"]]) == (1, ["completion"])
-    assert "answers 401" in found["failed"]["completion"]
+    assert (status, [*found["failed"]]) == (1, ["health"])
+    why = "VLLM_API_KEY has to hold the server's key, and does not: GET /v1/models answers 401: "
+    assert found["failed"]["health"].startswith(why)
+
+
+def test_after_a_server_is_gone_no_check_waits_for_it(tmp_path, monkeypatch):
+    def gone(*_):
+        raise httpx.ConnectError("Connection refused")
+
+    monkeypatch.setattr(checks, "_resized", gone)
+    status, found = smoke(FakeServer(), tmp_path)
+    assert (status, [*found["failed"]]) == (1, ["shrink"])
+    assert found["skipped"]["back to the first size"] == "not run, since shrink failed"
 
 
 def test_the_time_is_bounded(tmp_path):
@@ -218,6 +242,47 @@ def test_a_server_that_does_not_start(tmp_path, monkeypatch):
     one, parallel = JUnitXml.fromfile(str(report))
     assert "ended with status 1" in next(iter(one)).result[0].message
     assert (parallel.tests, parallel.skipped) == (1, 1)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """A fake server in place of each that would be started; the list tells when one begins and ends."""
+    events = []
+
+    @contextlib.contextmanager
+    def running(*_, **__):
+        events.append("begin")
+        try:
+            with FakeServer().running() as url:
+                yield url, 0
+        finally:
+            events.append("end")
+
+    monkeypatch.setattr(server, "running", running)
+    return events
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_server_that_was_started(tmp_path, monkeypatch, started, signum):
+    monkeypatch.setattr(checks.Client, "state", lambda self: signal.raise_signal(signum))
+    monkeypatch.setattr(cli, "FOLDER", tmp_path)
+    assert cli.main(["--junit", str(tmp_path / "junit.xml")]) == 1
+    assert started == ["begin", "end"]
+    (suite,) = JUnitXml.fromfile(str(tmp_path / "junit.xml"))
+    assert (suite.tests, suite.errors) == (3, 2)
+
+
+def test_gpus_that_cannot_be_counted_are_a_case(tmp_path, monkeypatch, started):
+    def broken():
+        raise OSError("NVML is broken")
+
+    (tmp_path / "one-server.log").touch()
+    monkeypatch.setattr(cli, "gpus", broken)
+    monkeypatch.setattr(cli, "FOLDER", tmp_path)
+    assert cli.main(["--junit", str(tmp_path / "junit.xml")]) == 1
+    one, parallel = JUnitXml.fromfile(str(tmp_path / "junit.xml"))
+    assert (started, one.tests, one.failures + one.errors) == (["begin", "end"], len(ALL), 0)
+    assert [case.result[0].message for case in parallel] == ["OSError: NVML is broken"]
 
 
 def test_with_several_gpus_a_second_server_is_started_over_two_of_them(tmp_path, monkeypatch):

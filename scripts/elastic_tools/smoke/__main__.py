@@ -29,7 +29,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         prog="scripts/smoke",
         description="Asks a server with an elastic KV cache for answers and sizes, and reads its memory meanwhile. "
         "Without --url it starts a small one, and with several GPUs a second one over two of them.",
-        epilog="Exit status: 0 all checks hold, 1 one does not or could not end, 2 wrong options. "
+        epilog="Exit status: 0 all checks hold, 1 one does not, or the limit, Ctrl-C or SIGTERM came before the end "
+        "(the report is written and a server that was started is ended all the same), 2 wrong options. "
         "Options after -- go to the server that it starts; MODEL names its model, as for make serve.",
     )
     parser.add_argument("--url", help="a server that runs and is idle; VLLM_API_KEY holds its key, if it has one")
@@ -100,6 +101,8 @@ def main(arguments: list[str]) -> int:
             everything(chosen, suites)
     except Ended as why:
         add_error(suites[-1], "end", str(why), say)
+    except Exception as error:  # whatever broke, what was found until then is worth its report
+        add_error(suites[-1], "end", f"{type(error).__name__}: {error}", say)
     holds = write(suites, chosen.junit)
     say(f"{'everything holds' if holds else 'FAILED'}; wrote {chosen.junit}")
     return int(not holds)

@@ -9,6 +9,12 @@ from typing import Any
 
 import httpx
 
+NO_KEY = "VLLM_API_KEY has to hold the server's key, and does not: "
+MEANINGS = {  # of a status, for a path
+    (404, "/elastic_kv"): "the server has no elastic KV cache: ",
+    (404, "/elastic_kv/resize"): "the server's cache cannot be resized over HTTP, which takes admin_api: ",
+}
+
 
 class Failed(Exception):
     """A check does not hold; the message says why."""
@@ -41,16 +47,15 @@ class Client:
     @cached_property
     def model(self) -> str:
         """The first name under which the server has a model."""
-        return str(self.get("/v1/models").json()["data"][0]["id"])
+        return str(_json(self.get("/v1/models"))["data"][0]["id"])
 
     def state(self) -> dict[str, Any]:
         """`GET /elastic_kv`."""
-        state: dict[str, Any] = self.get("/elastic_kv").json()
-        return state
+        return _json(self.get("/elastic_kv"))
 
     def resize(self, **wanted: Any) -> dict[str, Any]:
         """The answer to a resize, which has to be done."""
-        answer: dict[str, Any] = _ok(self.http.post("/elastic_kv/resize", json=wanted)).json()
+        answer = _json(self.http.post("/elastic_kv/resize", json=wanted))
         if answer["outcome"] != "done":
             raise Failed(f"{wanted} came to {answer['outcome']}: {answer['reason']}")
         return answer
@@ -58,7 +63,7 @@ class Client:
     def complete(self, prompts: Sequence[str], tokens: int) -> list[Answer]:
         """The greedy answers to prompts that are sent in one request, and so are computed in one batch."""
         body = self._body(list(prompts), tokens) | {"logprobs": 2}
-        choices = _ok(self.http.post("/v1/completions", json=body)).json()["choices"]
+        choices = _json(self.http.post("/v1/completions", json=body))["choices"]
         if len(choices) != len(prompts):
             raise Failed(f"{len(choices)} answers to {len(prompts)} prompts")
         answers = []
@@ -113,6 +118,24 @@ class Client:
 
 def _ok(reply: httpx.Response) -> httpx.Response:
     if reply.status_code != 200:
-        request = reply.request
-        raise Failed(f"{request.method} {request.url.path} answers {reply.status_code}: {reply.text[:300]}")
+        path = reply.request.url.path
+        meaning = NO_KEY if reply.status_code == 401 else MEANINGS.get((reply.status_code, path), "")
+        raise Failed(f"{meaning}{reply.request.method} {path} answers {reply.status_code}: {_excerpt(reply)}")
     return reply
+
+
+def _json(reply: httpx.Response) -> dict[str, Any]:
+    """The object in an answer that is 200."""
+    try:
+        found = _ok(reply).json()
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        request = reply.request
+        raise Failed(f"{request.method} {request.url.path} answers with something else than JSON: {_excerpt(reply)}")
+    return found
+
+
+def _excerpt(reply: httpx.Response) -> str:
+    """The begin of an answer, on one line."""
+    return " ".join(reply.text.split())[:300]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
+import pynvml
 from junitparser import Error, Failure, JUnitXml, TestCase, TestSuite
 from junitparser import Skipped as SkippedCase
 
@@ -45,7 +46,7 @@ def may_be_ended(seconds: float) -> Iterator[None]:
 def run(
     title: str, checks: Sequence[tuple[str, Check]], smoke: Smoke, say: Callable[[str], None], suite: TestSuite
 ) -> None:
-    """Runs the checks in order, and adds a case for each to the suite. After a foundation that failed, none runs."""
+    """Runs the checks in order, and adds a case for each. After a failed foundation or a lost server, none runs."""
     suite.name = title
     broken: str | None = None
     for name, check in checks:
@@ -64,7 +65,11 @@ def run(
                 case.result = [Error(str(why))]
                 _add(suite, case, begin, say)
                 raise
-            except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:  # no answer, or one of another form
+            except httpx.HTTPError as error:
+                case.result = [Failure(f"no answer from {smoke.client.http.base_url}: {type(error).__name__}: {error}")]
+                if isinstance(error, httpx.ConnectError):
+                    broken = name  # the server is gone, and no other check would say more
+            except (LookupError, TypeError, ValueError, OSError, pynvml.NVMLError) as error:  # another form, no meter
                 case.result = [Failure(f"{type(error).__name__}: {error}")]
         if name in FOUNDATIONS and not (case.is_passed or broken):
             broken = name
@@ -98,6 +103,8 @@ def write(suites: Sequence[TestSuite], path: Path) -> bool:
 
 
 def _add(suite: TestSuite, case: TestCase, begin: float, say: Callable[[str], None]) -> None:
+    for result in case.result:  # XML has no place for most control characters, which a server may well send
+        result.message = "".join(one if one.isprintable() or one == "\n" else " " for one in result.message)
     case.time = round(time.monotonic() - begin, 3)
     suite.add_testcase(case)
     words = {SkippedCase: "skipped", Failure: "FAILED", Error: "FAILED"}
