@@ -1,6 +1,5 @@
 """Two containers of the cpu image, brought up with compose: two Ray nodes, each with a rank of one engine."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -72,9 +71,7 @@ def stopped(stack):
     server = stack.server()
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(server.call, "POST", "/v1/completions", LONG)
-        deadline = time.monotonic() + 60
-        while server.state()["blocks"]["used"] == 0 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        server.wait_until_busy()
         result = stack.compose("stop")
         answer = asked.result()
     assert result.returncode == 0, result.stderr[-4000:]

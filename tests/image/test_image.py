@@ -1,6 +1,5 @@
 """The cpu image as a container: it answers, resizes, is well, drains and stops. `make image-test` says which image."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -69,9 +68,7 @@ def test_it_serves_resizes_and_stops(container):
     long = QUESTION | {"max_tokens": 64, "ignore_eos": True}
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(server.call, "POST", "/v1/chat/completions", long)
-        deadline = time.monotonic() + 60
-        while server.state()["blocks"]["used"] == 0 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        server.wait_until_busy()
         assert container.stop(DRAIN_SECONDS + 60) == 0
         status, answer = asked.result()
     assert (status, answer["usage"]["completion_tokens"]) == (200, 64), answer

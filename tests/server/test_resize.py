@@ -140,7 +140,7 @@ def test_a_shrink_under_running_requests(server, wanted, allowed):
     """It stops at what they hold, or preempts them: they go on, one after the other at least, and no token changes."""
     floor = server.state()["blocks"]["base"]
     threads, got = ask_all(server)
-    wait_for(lambda: server.state()["blocks"]["used"] > 0)
+    server.wait_until_busy()
     answer = server.resize(blocks=floor, allow_preemption=allowed)
     if allowed:
         assert (answer["outcome"], answer["to"]) == ("done", floor), answer
@@ -162,7 +162,7 @@ def test_a_shrink_under_running_requests(server, wanted, allowed):
 def test_resizes_while_generation_is_paused(server, wanted):
     """As for a change of weights: requests wait where they are, and the memory may go to something else meanwhile."""
     threads, got = ask_all(server)
-    wait_for(lambda: server.state()["blocks"]["used"] > 0)
+    server.wait_until_busy()
     assert server.call("POST", "/pause?mode=keep&clear_cache=false")[0] == 200
     base = server.state()["blocks"]["base"]
     answer = server.resize(blocks=base)

@@ -83,6 +83,12 @@ class Server:
         assert status == 200, answer
         return answer["choices"][0]["text"]
 
+    def wait_until_busy(self) -> None:
+        """Waits until a request has blocks. That none has is for the caller to find."""
+        deadline = time.monotonic() + 120
+        while self.state()["blocks"]["used"] == 0 and time.monotonic() < deadline:
+            time.sleep(0.02)
+
     def resident_bytes(self) -> int:
         """Resident memory of all processes of the server, as the system reports it."""
         root = psutil.Process(self.process.pid)

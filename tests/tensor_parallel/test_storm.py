@@ -6,7 +6,6 @@ Processes of one engine are stormed by `make storm ARGS='-- --tensor-parallel-si
 import asyncio
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -67,9 +66,7 @@ def test_a_request_under_way_is_answered_after_sigterm(server):
     """`ray.init` put its own handler in place of the engine's, which ended the engine at once. Comes last."""
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(server.complete, "The tide tables of", 64)
-        deadline = time.monotonic() + 60
-        while server.state()["blocks"]["used"] == 0 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        server.wait_until_busy()
         server.process.send_signal(signal.SIGTERM)
         assert asked.result()
     assert server.process.wait(120) == 0

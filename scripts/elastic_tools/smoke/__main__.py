@@ -41,6 +41,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     chosen = parser.parse_args(arguments)
     if chosen.url and chosen.options:
         parser.error("a running server takes no options")
+    try:
+        httpx.URL(chosen.url or "")
+    except httpx.InvalidURL as error:
+        parser.error(f"--url {chosen.url} is no address: {error}")
     if chosen.log and not chosen.url:
         parser.error("--log belongs to --url")
     if chosen.limit <= 0:
@@ -101,8 +105,6 @@ def main(arguments: list[str]) -> int:
             everything(chosen, suites)
     except Ended as why:
         add_error(suites[-1], "end", str(why), say)
-    except Exception as error:  # whatever broke, what was found until then is worth its report
-        add_error(suites[-1], "end", f"{type(error).__name__}: {error}", say)
     holds = write(suites, chosen.junit)
     say(f"{'everything holds' if holds else 'FAILED'}; wrote {chosen.junit}")
     return int(not holds)
