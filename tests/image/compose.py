@@ -16,11 +16,15 @@ from support.servers import START_SECONDS, Server
 from .containers import IMAGE, KEY, MODEL, ask, server_at
 
 FILES = [ROOT / "docker" / "compose.yaml", ROOT / "docker" / "compose.cpu.yaml"]
-# What tests change: the model is a directory, and the port is one that is free.
+DRAIN_SECONDS = 300
+# What tests change: the model is a directory, the port is one that is free, the two ranks share the cores of this
+# machine, and a request has as long as a slow machine needs.
 OVERRIDE = """
 x-node: &node
   environment:
     HF_HUB_OFFLINE: "1"
+    VLLM_CPU_OMP_THREADS_BIND: "{cpus}"
+    DRAIN_SECONDS: "{drain}"
   volumes:
     - "{model}:{place}:ro"
 services:
@@ -48,7 +52,9 @@ class Stack:
 
     def __init__(self, command: list[str], folder: Path, model: Path):
         override = folder / "override.yaml"
-        override.write_text(OVERRIDE.format(model=model, place=MODEL))
+        cpus = sorted(os.sched_getaffinity(0))
+        values = {"model": model, "place": MODEL, "cpus": f"{cpus[0]}|{cpus[-1]}", "drain": DRAIN_SECONDS}
+        override.write_text(OVERRIDE.format(**values))
         self.engine = "docker" if command[0] == "docker" else "podman"
         self.project = f"elastic-kv-test-{os.getpid()}"
         files = [argument for file in (*FILES, override) for argument in ("-f", str(file))]

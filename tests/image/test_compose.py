@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from elastic_tools.model import padded_heads
 
-from .compose import Stack, compose_command
+from .compose import DRAIN_SECONDS, Stack, compose_command
 from .containers import IMAGE
 
 pytestmark = pytest.mark.skipif(not IMAGE, reason="runs a container image: make image, then make image-test")
@@ -72,7 +72,7 @@ def stopped(stack):
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(server.call, "POST", "/v1/completions", LONG)
         server.wait_until_busy()
-        result = stack.compose("stop")
+        result = stack.compose("stop", "--timeout", str(DRAIN_SECONDS + 60))
         answer = asked.result()
     assert result.returncode == 0, result.stderr[-4000:]
     return answer, {service: stack.state(service)["ExitCode"] for service in ("head", "worker")}
